@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table of functions that users extend with a decorator and pick by name in the configuration."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from enum import Enum
+
+__all__ = ["Registry"]
+
+
+def _plain(name: str | Enum) -> str:
+    return str(name.value) if isinstance(name, Enum) else str(name)
+
+
+class Registry:
+    """Functions by name.
+
+    Args:
+        kind: what is registered, in words ("policy loss"); it opens the error messages.
+        key: the configuration key that selects one; the error messages name it.
+    """
+
+    def __init__(self, kind: str, key: str):
+        self._kind = kind
+        self._key = key
+        self._functions: dict[str, Callable] = {}
+
+    def register(self, name: str | Enum) -> Callable[[Callable], Callable]:
+        """Decorator that puts a function under `name`.
+
+        Raises:
+            ValueError: the name already belongs to another function.
+        """
+        plain = _plain(name)
+
+        def put(function: Callable) -> Callable:
+            present = self._functions.setdefault(plain, function)
+            if present is not function:
+                raise ValueError(
+                    f"{self._kind} {plain!r} is already registered as {present.__module__}.{present.__qualname__}; "
+                    f"register {function.__module__}.{function.__qualname__} under another name"
+                )
+            return function
+
+        return put
+
+    def get(self, name: str | Enum) -> Callable:
+        """The function registered under `name`.
+
+        Raises:
+            ValueError: nobody registered that name; the message lists the names there are and the closest one.
+        """
+        plain = _plain(name)
+        if plain in self._functions:
+            return self._functions[plain]
+        close = difflib.get_close_matches(plain, self._functions, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{self._key}={plain!r} is no known {self._kind}{hint} (known: {', '.join(self.names())})")
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        return sorted(self._functions)
