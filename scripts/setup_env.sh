@@ -117,8 +117,8 @@ install_all() {
     prepare_venv
     rm -f "$STAMP"
     echo "setup_env: installing the pinned packages into $VENV (a few minutes, about 5 GB)"
-    "${pip[@]}" install --quiet --progress-bar off -r "$ROOT/requirements.txt" -r "$ROOT/requirements-test.txt"
-    "${pip[@]}" install --quiet --progress-bar off --no-deps -r "$ROOT/requirements-mcore.txt"
+    "${pip[@]}" install -qq -r "$ROOT/requirements.txt" -r "$ROOT/requirements-test.txt"
+    "${pip[@]}" install -qq --no-deps -r "$ROOT/requirements-mcore.txt"
     "$VENV/bin/python" -c 'import megatron.core, ray, tensordict, torch, transformers' 2>"$VENV/.verl-import-errors" || {
         cat "$VENV/.verl-import-errors" >&2
         echo "setup_env: the packages are installed but do not import; run the script again, it starts afresh." >&2

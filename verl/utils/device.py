@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place that knows which kind of device this process computes on, and what that implies.
 
-Everything else asks here for the device's name, its torch module, the collective backend and the resource name Ray uses, so that the
-same code runs on NVIDIA GPUs, on Ascend NPUs and on plain CPUs. The kind is decided once, at the first question. Importing this module
-does not import torch.
+Everything else asks here for the device's name, its torch module, the collective backend and the resource name Ray
+uses, so that the same code runs on NVIDIA GPUs, on Ascend NPUs and on plain CPUs. The kind is decided once, at the
+first question. Importing this module does not import torch.
 """
 
 import functools
@@ -21,8 +21,8 @@ _RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU", "cpu": "CPU"}
 class CPUDevice:
     """The part of ``torch.cuda``'s interface that verl uses, for a process without an accelerator.
 
-    There is one device with index 0. Memory figures are those of the whole process, in bytes, because the allocator of the CPU keeps
-    none.
+    There is one device with index 0. Memory figures are those of the whole process, in bytes, because torch keeps no
+    account of CPU memory.
     """
 
     @staticmethod
@@ -81,8 +81,8 @@ class CPUDevice:
 def get_device_name() -> str:
     """Kind of device this process computes on: ``"cuda"``, ``"npu"`` or ``"cpu"``.
 
-    Decided once, from what torch can use. The environment variable ``VERL_DEVICE`` names the kind instead; ``VERL_DEVICE=cpu`` keeps a
-    process off the GPUs.
+    Decided once, from what torch can use. The environment variable ``VERL_DEVICE`` names the kind instead:
+    ``VERL_DEVICE=cpu`` keeps a process off the GPUs.
 
     Raises:
         ValueError: ``VERL_DEVICE`` is not a known kind, or names one that torch cannot use here.
@@ -136,7 +136,7 @@ def ray_resource_name() -> str:
 def __getattr__(name: str) -> bool:
     """``is_cuda_available`` and ``is_npu_available``: whether this process computes on that kind of device.
 
-    They are computed on access, because the answer needs torch; with ``VERL_DEVICE=cpu`` both are false on every machine.
+    They are computed on access, because the answer needs torch. With ``VERL_DEVICE=cpu`` both are false everywhere.
     """
     if name == "is_cuda_available":
         return get_device_name() == "cuda"
