@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that hold for every test: one thread per process, no network, and `gpu` tests only where there is a device."""
+"""Settings of every test: one thread per process, no network, and `gpu` tests only where there is a device."""
 
 import os
 
