@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config of the advantage estimator and of the KL penalty in the reward."""
+
+from dataclasses import dataclass, field
+
+from verl.base_config import BaseConfig
+from verl.workers.config.names import KL_CONTROLLERS, KL_PENALTIES, check_name
+
+
+@dataclass
+class KLControlConfig(BaseConfig):
+    """The coefficient of the KL penalty: fixed, or steered towards ``target_kl`` over ``horizon`` responses."""
+
+    type: str = "fixed"
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_name("type", self.type, KL_CONTROLLERS)
+        if self.horizon < 1:
+            raise ValueError(f"horizon={self.horizon} must be at least 1")
+
+
+@dataclass
+class AlgoConfig(BaseConfig):
+    """How rewards become advantages.
+
+    ``gamma`` and ``lam`` are GAE's discount and trace decay. ``norm_adv_by_std_in_grpo`` False leaves out GRPO's division
+    by the group's standard deviation (Dr. GRPO, arXiv 2503.20783).
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    adv_estimator: str = "gae"
+    norm_adv_by_std_in_grpo: bool = True
+    use_kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+
+    def __post_init__(self) -> None:
+        check_name("kl_penalty", self.kl_penalty, KL_PENALTIES)
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Typed configs of everything that runs inside a worker; importing them needs neither torch nor ray."""
+
+from verl.workers.config.actor import ActorConfig, McoreActorConfig, PolicyLossConfig
+from verl.workers.config.critic import CriticConfig, McoreCriticConfig
+from verl.workers.config.engine import (
+    McoreCheckpointConfig,
+    McoreEngineConfig,
+    RouterReplayConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.config.model import HFModelConfig, MtpConfig
+from verl.workers.config.optimizer import McoreOptimizerConfig
+from verl.workers.config.rollout import CheckpointEngineConfig, RolloutConfig, SamplingConfig
+
+__all__ = [
+    "ActorConfig",
+    "CheckpointEngineConfig",
+    "CriticConfig",
+    "HFModelConfig",
+    "McoreActorConfig",
+    "McoreCheckpointConfig",
+    "McoreCriticConfig",
+    "McoreEngineConfig",
+    "McoreOptimizerConfig",
+    "MtpConfig",
+    "PolicyLossConfig",
+    "RolloutConfig",
+    "RouterReplayConfig",
+    "SamplingConfig",
+    "TrainingWorkerConfig",
+]

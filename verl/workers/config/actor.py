@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config of the actor: its loss, its batches, its optimizer and its engine."""
+
+from dataclasses import dataclass, field
+
+from verl.base_config import BaseConfig
+from verl.workers.config.engine import McoreCheckpointConfig, McoreEngineConfig
+from verl.workers.config.names import KL_PENALTIES, LOSS_AGG_MODES, check_name
+from verl.workers.config.optimizer import McoreOptimizerConfig
+
+
+@dataclass
+class PolicyLossConfig(BaseConfig):
+    """Which policy loss is used: a name in the registry of ``verl.algos.policy_loss``."""
+
+    loss_mode: str = "vanilla"
+
+
+@dataclass
+class ActorConfig(BaseConfig):
+    """The actor's objective and its batch sizes, whatever the engine.
+
+    ``ppo_mini_batch_size`` counts prompts over all ranks, each with ``rollout_n`` responses: one optimizer step.
+    ``ppo_micro_batch_size_per_gpu`` counts responses on one data-parallel rank; with ``use_dynamic_bsz`` the split goes
+    by ``ppo_max_token_len_per_gpu`` tokens instead. ``clip_ratio_low``/``clip_ratio_high`` bound the probability ratio
+    below and above, ``clip_ratio_c`` is the dual clip's bound (Ye et al. 2020, arXiv 1912.09729). ``max_response_length`` is
+    the divisor of "seq-mean-token-sum-norm" unless ``loss_scale_factor`` is given.
+
+    Raises ``ValueError`` for an unknown name or a value out of range.
+    """
+
+    strategy: str = ""
+    rollout_n: int = 1
+    ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+    max_response_length: int | None = None
+    clip_ratio: float = 0.2
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int | None = None
+    entropy_coeff: float = 0.0
+    calculate_entropy: bool = False
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: str = "low_var_kl"
+    ppo_epochs: int = 1
+    shuffle: bool = False
+    data_loader_seed: int = 42
+    use_torch_compile: bool = True
+    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    checkpoint: McoreCheckpointConfig = field(default_factory=McoreCheckpointConfig)
+    optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
+
+    def __post_init__(self) -> None:
+        check_name("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        check_name("kl_loss_type", self.kl_loss_type, KL_PENALTIES)
+        for name in ("rollout_n", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "ppo_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 <= self.clip_ratio_low <= 1:
+            raise ValueError(f"clip_ratio_low={self.clip_ratio_low} must lie between 0 and 1")
+        if self.clip_ratio < 0 or self.clip_ratio_high < 0:
+            raise ValueError(
+                f"clip_ratio={self.clip_ratio} and clip_ratio_high={self.clip_ratio_high} must not be negative"
+            )
+        if self.clip_ratio_c <= 1:
+            raise ValueError(f"clip_ratio_c={self.clip_ratio_c} must be above 1, for example 3.0")
+
+
+@dataclass
+class McoreActorConfig(ActorConfig):
+    """An actor trained by the megatron-core engine."""
+
+    strategy: str = "megatron"
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name("strategy", self.strategy, ("megatron",))

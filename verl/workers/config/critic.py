@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Config of the critic, the value model of estimators that need one."""
+
+from dataclasses import dataclass, field
+
+from verl.base_config import BaseConfig
+from verl.workers.config.engine import McoreCheckpointConfig, McoreEngineConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.config.names import LOSS_AGG_MODES, check_name
+from verl.workers.config.optimizer import McoreOptimizerConfig
+
+
+@dataclass
+class CriticConfig(BaseConfig):
+    """The critic's objective and batch sizes; counts as in ``ActorConfig``. ``enable`` None: as the estimator needs."""
+
+    strategy: str = ""
+    enable: bool | None = None
+    rollout_n: int = 1
+    ppo_mini_batch_size: int = 256
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 32768
+    ppo_infer_max_token_len_per_gpu: int = 32768
+    ppo_epochs: int = 1
+    shuffle: bool = False
+    data_loader_seed: int = 42
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = "token-mean"
+    checkpoint: McoreCheckpointConfig = field(default_factory=McoreCheckpointConfig)
+    optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
+    model: HFModelConfig | None = None
+
+    def __post_init__(self) -> None:
+        check_name("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+
+
+@dataclass
+class McoreCriticConfig(CriticConfig):
+    """A critic trained by the megatron-core engine."""
+
+    strategy: str = "megatron"
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The option names that a config may hold, kept apart from the code behind them so that a check needs no torch."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+_KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+# A trailing "+" keeps the value and takes the gradient of k2 (verl.algos.kl).
+KL_PENALTIES = _KL_BASE + tuple(f"{name}+" for name in _KL_BASE)
+
+POLICY_LOSSES = ("vanilla",)
+
+ADV_ESTIMATORS = ("grpo",)
+
+KL_CONTROLLERS = ("fixed", "adaptive")
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
+OPTIMIZERS = ("adam", "sgd")
+
+DTYPES = ("bfloat16", "float32", "float64")
+
+ROLLOUTS = ("hf",)
+
+CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+def check_name(key: str, value: str, known: Iterable[str]) -> None:
+    """Raise ``ValueError`` naming ``key``, ``value``, the known names and the nearest of them, if it is none of them."""
+    known = tuple(known)
+    if value in known:
+        return
+    close = get_close_matches(str(value), known, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{key}={value!r} is not known; choose one of {', '.join(map(repr, known))}.{hint}")
