@@ -92,19 +92,26 @@ link_checkout() {
     [[ -f "$link" && "$(cat "$link")" == "$ROOT" ]] || echo "$ROOT" >"$link"
 }
 
+# Building an environment empties its folder, so a folder with something else in it is refused.
+check_folder() {
+    local found
+    [[ -e "$VENV" && ! -f "$BUILDING" && ! -f "$STAMP" ]] || return 0
+    if [[ ! -f "$VENV/pyvenv.cfg" && -n "$(ls -A "$VENV")" ]]; then
+        fail "$VENV exists and is not a virtual environment; set VERL_VENV to another folder."
+    fi
+    found="$(version_of "$VENV/bin/python")"
+    if [[ -n "$found" && "$found" != "$NEEDED".* ]]; then
+        fail "$VENV is an environment of Python $found, but Python $NEEDED is needed; remove it or set VERL_VENV."
+    fi
+}
+
 # Makes the folder ready for pip: kept when it is a healthy 3.12 environment, built anew when it is a leftover of ours.
 prepare_venv() {
     local python found
-    if [[ -e "$VENV" && ! -f "$VENV/pyvenv.cfg" && ! -f "$BUILDING" && -n "$(ls -A "$VENV" 2>/dev/null)" ]]; then
-        fail "$VENV exists and is not a virtual environment; set VERL_VENV to another folder."
-    fi
     found="$(version_of "$VENV/bin/python")"
     if [[ "$found" == "$NEEDED".* && ! -f "$BUILDING" ]]; then
         touch "$BUILDING"
         return
-    fi
-    if [[ -n "$found" && ! -f "$STAMP" && ! -f "$BUILDING" ]]; then
-        fail "$VENV holds Python $found that this script did not install, but Python $NEEDED is needed; move it or set VERL_VENV."
     fi
     python="$(find_python)"
     touch "$BUILDING"
@@ -113,18 +120,17 @@ prepare_venv() {
 }
 
 install_all() {
-    local pip=("$VENV/bin/python" -m pip --disable-pip-version-check)
+    local pip=("$VENV/bin/python" -m pip --disable-pip-version-check) errors
     prepare_venv
     rm -f "$STAMP"
     echo "setup_env: installing the pinned packages into $VENV (a few minutes, about 5 GB)"
     "${pip[@]}" install -qq -r "$ROOT/requirements.txt" -r "$ROOT/requirements-test.txt"
     "${pip[@]}" install -qq --no-deps -r "$ROOT/requirements-mcore.txt"
-    "$VENV/bin/python" -c 'import megatron.core, ray, tensordict, torch, transformers' 2>"$VENV/.verl-import-errors" || {
-        cat "$VENV/.verl-import-errors" >&2
+    errors="$("$VENV/bin/python" -c 'import megatron.core, ray, tensordict, torch, transformers' 2>&1)" || {
+        echo "$errors" >&2
         echo "setup_env: the packages are installed but do not import; run the script again, it starts afresh." >&2
         exit 1
     }
-    rm -f "$VENV/.verl-import-errors"
     wanted_stamp >"$STAMP"
     rm -f "$BUILDING"
     echo "setup_env: done"
@@ -138,6 +144,7 @@ fi
 [[ -z "${PYTHON:-}" ]] || check_named_python
 
 if ! is_complete; then
+    check_folder
     mkdir -p "$(dirname "$VENV")"
     # Two calls at once (two CI jobs on one machine) must not install into the same folder: the second waits and then finds it done.
     if command -v flock >/dev/null; then

@@ -109,7 +109,7 @@ def test_an_import_upwards_is_found(path, line):
         ("verl/protocol.py", "from verl.utils.device import get_device_name"),
         ("verl/workers/engine/megatron/transformer_impl.py", "from verl.models.mcore import packing"),
         ("verl/trainer/main_ppo.py", "from verl import DataProto"),
-        ("verl/workers/__init__.py", ""),
+        ("verl/workers/__init__.py", checks.SPDX_LINE),
         ("verl/utils/a.py", "import verlike.trainer"),
         ("verl/utils/sub/b.py", "from ..device import get_device_name"),
     ],
@@ -155,7 +155,7 @@ def test_a_planted_fault_is_found(check, path, source):
     [
         (checks.check_spdx, "verl/a.py", checks.SPDX_LINE + "\nx = 1\n"),
         (checks.check_spdx, "verl/__init__.py", ""),
-        (checks.check_docstrings, "verl/__init__.py", ""),
+        (checks.check_docstrings, "verl/__init__.py", checks.SPDX_LINE + "\n"),
         (checks.check_docstrings, "verl/a.py", '"""Text."""\ndef _f():\n    pass\n'),
         (
             checks.check_docstrings,
