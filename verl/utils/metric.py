@@ -122,7 +122,7 @@ def _all_reduce(numbers: Sequence[Number], op: Any, group: dist.ProcessGroup | N
     if not numbers:
         return []
     device = _collective_device(group)
-    packed = torch.stack([torch.as_tensor(x).detach().to(device, torch.float64) for x in numbers])
+    packed = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
     dist.all_reduce(packed, op=op, group=group)
     return packed.tolist()
 

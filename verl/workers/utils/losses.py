@@ -17,6 +17,7 @@ from verl.algos.aggregation import agg_loss, select
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_loss import get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
+from verl.utils.jagged import jagged_parts
 from verl.utils.metric import Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
@@ -37,9 +38,10 @@ def _next_token_mask(loss_mask: torch.Tensor) -> torch.Tensor:
     The shift stays inside each sequence: a sequence's last position predicts nothing, its first token is predicted by
     nobody.
     """
-    values = loss_mask.values() != 0
-    shifted = torch.cat([values[1:], values.new_zeros(1)])
-    shifted[loss_mask.offsets()[1:] - 1] = False
+    values, offsets = jagged_parts(loss_mask)
+    is_target = values != 0
+    shifted = torch.cat([is_target[1:], is_target.new_zeros(1)])
+    shifted[offsets[1:] - 1] = False
     return shifted
 
 
@@ -141,6 +143,6 @@ def sft_loss(
         ValueError: dp_size above 1 without batch_num_tokens.
     """
     counts = _step_counts(data)
-    losses = -model_output["log_probs"].values()
-    loss = agg_loss(losses[None], _next_token_mask(data["loss_mask"])[None], "token-mean", **counts)
+    log_probs, _ = jagged_parts(model_output["log_probs"])
+    loss = agg_loss(-log_probs[None], _next_token_mask(data["loss_mask"])[None], "token-mean", **counts)
     return loss, {"sft/loss": Metric.sum(loss / counts["dp_size"])}
