@@ -39,3 +39,9 @@ def test_version_is_that_of_the_version_file():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'DataProtos'"):
         _ = verl.DataProtos
+
+
+def test_dataproto_is_resolved_on_use():
+    from verl.protocol import DataProto
+
+    assert verl.DataProto is DataProto
