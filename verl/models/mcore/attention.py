@@ -154,11 +154,11 @@ class LocalCoreAttention(MegatronModule):
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         heads, width = query.shape[1:]
-        key_value = gather_first_dim(torch.stack([key, value], dim=1), self.cp_group)
+        key_value = gather_first_dim(torch.cat([key, value], dim=-1), self.cp_group)
         outputs = []
         for group in plan.groups:
             q = query[group.query_index].transpose(1, 2)
-            k, v = key_value[group.key_index].permute(2, 0, 3, 1, 4)
+            k, v = key_value[group.key_index].transpose(1, 2).split([width, value.shape[-1]], dim=-1)
             out = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -168,7 +168,7 @@ class LocalCoreAttention(MegatronModule):
                 scale=self.softmax_scale,
                 enable_gqa=heads != k.shape[1],
             )
-            outputs.append(out.transpose(1, 2).reshape(-1, heads * width))
+            outputs.append(out.transpose(1, 2).reshape(-1, heads * value.shape[-1]))
         return torch.cat(outputs)[plan.restore]
 
     def _plan_of(self, packed_seq_params: Any) -> AttentionPlan:

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Hugging Face model folder to a megatron-core model and back, through megatron-bridge.
+
+On a machine without TransformerEngine the layers are megatron-core's local ones with :class:`LocalCoreAttention`; with it,
+the layers that the bridge chooses.
+"""
+
+import difflib
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from verl.utils.device import get_device_name
+
+__all__ = ["build_provider", "has_transformer_engine", "load_bridge", "stream_hf_weights"]
+
+logger = logging.getLogger(__name__)
+
+_NEED_ACCELERATOR = (
+    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion cross_entropy_loss_fusion gradient_accumulation_fusion "
+    "masked_softmax_fusion moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
+).split()
+_AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def has_transformer_engine() -> bool:
+    """Whether the layers can be TransformerEngine's: an accelerator and the package."""
+    return get_device_name() != "cpu" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def load_bridge(path: str, trust_remote_code: bool = False) -> Any:
+    """The ``AutoBridge`` of a Hugging Face model folder.
+
+    Raises:
+        ValueError: when megatron-bridge has no mapping for the folder's architecture; names it and the supported ones.
+    """
+    auto_bridge = _import_auto_bridge()
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not auto_bridge.supports(config):
+        known = ", ".join(sorted(auto_bridge.list_supported_models()))
+        raise ValueError(f"model.path={path}: architecture {config.architectures} is not supported; known: {known}")
+    return auto_bridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _import_auto_bridge() -> type:
+    # megatron.core must look for TransformerEngine before the stand-in exists, so that it still sees none.
+    import megatron.core.extensions.transformer_engine
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+    if has_transformer_engine() or "megatron.bridge" in sys.modules:
+        from megatron.bridge import AutoBridge
+
+        return AutoBridge
+    names = ["transformer_engine", "transformer_engine.pytorch"]
+    sys.modules.update({name: _StandInModule(name) for name in names})
+    sys.modules[names[0]].pytorch = sys.modules[names[1]]
+    sys.modules[names[0]].__version__ = "2.9.0"
+    try:
+        from megatron.bridge import AutoBridge
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+    return AutoBridge
+
+
+class _StandInType(type):
+    """Class whose unknown attributes are classes of the same kind: enough for annotations and subclassing."""
+
+    def __getattr__(cls, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _StandInType(name, (torch.nn.Module,), {})
+        setattr(cls, name, made)
+        return made
+
+
+class _StandInModule(types.ModuleType):
+    """TransformerEngine for the time of one import: megatron-bridge names its classes without asking if it is there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _StandInType(name, (torch.nn.Module,), {})
+        setattr(self, name, made)
+        return made
+
+
+def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_config: Any = None) -> Any:
+    """A finalised provider: at once the model's transformer configuration and its builder.
+
+    Args:
+        bridge: from :func:`load_bridge`.
+        engine_config: layout and ``override_transformer_config``.
+        dtype: of parameters and pipeline messages.
+        mtp_config: ``model.mtp``; multi-token-prediction layers are built only if it enables them.
+
+    Raises:
+        ValueError: for an override that the transformer configuration does not have (with the nearest name), and for
+            auxiliary-loss settings that contradict each other.
+    """
+    provider = bridge.to_megatron_provider(load_weights=False)
+    expert_tp = engine_config.expert_tensor_parallel_size
+    settings = {
+        "tensor_model_parallel_size": engine_config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": engine_config.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": engine_config.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": engine_config.context_parallel_size,
+        "expert_model_parallel_size": engine_config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": engine_config.tensor_model_parallel_size if expert_tp is None else expert_tp,
+        "sequence_parallel": engine_config.sequence_parallel and engine_config.tensor_model_parallel_size > 1,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "hidden_dropout": 0.0,  # log-probs of one policy must not depend on a random mask
+        "attention_dropout": 0.0,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "deallocate_pipeline_outputs": True,
+    }
+    if engine_config.virtual_pipeline_model_parallel_size:
+        # Batched messages get mixed up where the previous and the next stage are the same rank.
+        settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if dtype == torch.float64:
+        settings["moe_router_dtype"] = "fp64"
+    if mtp_config is None or not mtp_config.enable:
+        settings["mtp_num_layers"] = None
+    overrides = {k: v for k, v in dict(engine_config.override_transformer_config or {}).items() if v is not None}
+    _check_overrides(provider, overrides)
+    if get_device_name() == "cpu":
+        ignored = [name for name in _NEED_ACCELERATOR if overrides.pop(name, False)]
+        if ignored:
+            logger.warning("no accelerator here, so these settings are off: %s", ", ".join(ignored))
+        settings.update(dict.fromkeys(_NEED_ACCELERATOR, False))
+        overrides.pop("attention_backend", None)
+        settings["use_cpu_initialization"] = True
+    settings.update(overrides)
+    for name, value in settings.items():
+        if hasattr(provider, name):
+            setattr(provider, name, value)
+    if isinstance(getattr(provider, "attention_backend", None), str):
+        from megatron.core.transformer.enums import AttnBackend
+
+        provider.attention_backend = AttnBackend[provider.attention_backend]
+    if not has_transformer_engine():
+        provider.transformer_layer_spec = _local_layer_spec
+    provider.finalize()
+    return provider
+
+
+def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
+    prefix = "override_transformer_config"
+    for name in overrides:
+        if not hasattr(provider, name):
+            near = difflib.get_close_matches(name, list(vars(provider)), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{prefix}.{name}: the transformer configuration has no such field{hint}")
+    kinds = overrides.get("moe_router_load_balancing_type", "none")
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    if overrides.get("moe_aux_loss_coeff") and not set(kinds) & set(_AUX_LOSS_TYPES):
+        raise ValueError(
+            f"{prefix}.moe_aux_loss_coeff={overrides['moe_aux_loss_coeff']} has no effect with "
+            f"moe_router_load_balancing_type={kinds[0]}; set the type to one of {', '.join(_AUX_LOSS_TYPES)}"
+        )
+
+
+def _local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from verl.models.mcore.attention import LocalCoreAttention
+
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = LocalCoreAttention
+    return block
+
+
+def stream_hf_weights(
+    bridge: Any, modules: list[Any], tasks: list[Any] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Hub-named tensors of a distributed model, one after the other, whole on every rank; a collective call.
+
+    Args:
+        bridge: from :func:`load_bridge`.
+        modules: the model's pipeline chunks on this rank.
+        tasks: conversion tasks built earlier by ``bridge.get_conversion_tasks``; they hold the parameters themselves.
+    """
+    for item in bridge.export_hf_weights(modules, cpu=False, show_progress=False, conversion_tasks=tasks):
+        name, weight = item
+        yield name, weight

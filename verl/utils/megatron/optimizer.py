@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's optimizer and learning-rate schedule from our configuration."""
+
+import difflib
+from typing import Any
+
+import torch
+
+__all__ = ["build_lr_scheduler", "build_optimizer"]
+
+
+def build_optimizer(config: Any, modules: list[Any], dtype: torch.dtype, use_distributed_optimizer: bool) -> Any:
+    """A ``MegatronOptimizer`` over DDP-wrapped model chunks.
+
+    Args:
+        config: ``McoreOptimizerConfig``; its ``override_optimizer_config`` sets any field of Megatron's own.
+        modules: this rank's model chunks.
+        dtype: of the parameters.
+        use_distributed_optimizer: shard the optimizer's state over the data-parallel ranks.
+
+    Raises:
+        ValueError: for an unknown field in ``override_optimizer_config``.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    beta1, beta2 = config.betas
+    settings = {
+        "optimizer": config.optimizer,
+        "lr": config.lr,
+        "min_lr": config.min_lr,
+        "weight_decay": config.weight_decay,
+        "clip_grad": config.clip_grad,
+        "adam_beta1": beta1,
+        "adam_beta2": beta2,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": use_distributed_optimizer,
+    }
+    fields = OptimizerConfig.__dataclass_fields__
+    for name, value in dict(config.override_optimizer_config or {}).items():
+        if name not in fields:
+            near = difflib.get_close_matches(name, list(fields), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"override_optimizer_config.{name}: Megatron's OptimizerConfig has no such field{hint}")
+        settings[name] = value
+    return get_megatron_optimizer(OptimizerConfig(**settings), modules, use_gloo_process_groups=False)
+
+
+def build_lr_scheduler(config: Any, optimizer: Any) -> Any:
+    """Megatron's ``OptimizerParamScheduler``: warm-up, then the configured decay, counted in optimiser steps.
+
+    Raises:
+        ValueError: when the decay or the warm-up depends on a number of steps that is not known, or the warm-up is not
+            shorter than the whole schedule.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    total = config.total_training_steps
+    warmup = config.lr_warmup_steps
+    if warmup is None or warmup < 0:
+        if config.lr_warmup_steps_ratio and total <= 0:
+            raise ValueError(
+                f"optim.lr_warmup_steps_ratio={config.lr_warmup_steps_ratio} needs optim.total_training_steps; "
+                "set it, or set optim.lr_warmup_steps"
+            )
+        warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
+    decay = config.lr_decay_steps or total
+    if config.lr_decay_style == "constant":
+        decay = max(decay, warmup + 1)
+    elif decay <= 0:
+        raise ValueError(
+            f"optim.lr_decay_style={config.lr_decay_style} needs a length: set optim.total_training_steps or lr_decay_steps"
+        )
+    if warmup >= decay:
+        raise ValueError(f"optim.lr_warmup_steps={warmup} must be below the schedule's {decay} steps")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=config.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=max(decay, 1),
+        wd_incr_style=config.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=not config.use_checkpoint_opt_param_scheduler,
+        wsd_decay_steps=config.lr_wsd_decay_steps,
+        lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )
