@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bookkeeping of training checkpoints on disk: which one is complete, which one is the latest, which may be deleted.
 
-A checkpoint of step N lives in ``<root>/global_step_N``. It is written to ``<root>/global_step_N.incomplete`` and renamed
-once every part of it is on disk; then ``latest_checkpointed_iteration.txt`` names it; only then are older ones deleted.
-A crash at any point leaves the previous checkpoint and its marker as they were. ``root`` must be a folder that every node
-sees. Only names and files are handled here, so the module needs neither torch nor Ray.
+A checkpoint of step N lives in ``<root>/global_step_N``. It is written to ``<root>/global_step_N.incomplete`` and
+renamed once every part of it is on disk; then ``latest_checkpointed_iteration.txt`` names it; only then are older
+ones deleted. A crash at any point leaves the previous checkpoint and its marker as they were. ``root`` must be a
+folder that every node sees. Only names and files are handled here, so the module needs neither torch nor Ray.
 """
 
 import os
@@ -67,7 +67,8 @@ class CheckpointFolder:
         """Declare the checkpoint of ``step`` complete: rename, write the marker, delete what is too old."""
         final, replaced = self.path(step), self.path(step) + ".replaced"
         if os.path.exists(final):
-            # A run resumed from an earlier step writes this step again: keep the first version until the second is there.
+            # A run resumed from an earlier step writes this step again: keep the first version until the second is
+            # there.
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(final, replaced)
         os.rename(self.incomplete_path(step), final)

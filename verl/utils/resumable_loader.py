@@ -18,8 +18,8 @@ class ResumableLoader:
 
     Args:
         dataset: a map-style data set.
-        batch_size: rows in a batch over all ranks. An incomplete last batch of an epoch is left out: its rows come up in
-            other epochs, in another order.
+        batch_size: rows in a batch over all ranks. An incomplete last batch of an epoch is left out: its rows come up
+            in other epochs, in another order.
         collate_fn: list of rows -> batch.
         shuffle: a new order for each epoch; otherwise the order of the data set.
         seed: of the order.

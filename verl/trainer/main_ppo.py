@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command line of the PPO trainer: ``python3 -m verl.trainer.main_ppo key=value ...``.
+
+The configuration is checked before torch, Ray or a model is loaded. The controller runs in this process; it starts Ray,
+or joins the cluster that ``ray_kwargs.ray_init.address`` or ``RAY_ADDRESS`` names.
+"""
+
+import os
+import sys
+import threading
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.trainer.ppo.preflight import run_hydra, validate_ppo_config
+
+RAY_START_TIMEOUT_S = 180.0
+
+
+def main() -> None:
+    """Read the command line, check it, train; exits non-zero on any failure."""
+    run_hydra(run_ppo, "ppo_trainer")
+
+
+def run_ppo(config: DictConfig) -> None:
+    """Train with ``config``, with Ray running for that long.
+
+    Raises:
+        ValueError: the configuration, the data or the surroundings are not fit; nothing was started then.
+    """
+    _refuse_torchrun()
+    validate_ppo_config(config)
+    runner = TaskRunner(config)
+    start_ray(config)
+    import ray
+
+    try:
+        runner.run()
+    finally:
+        ray.shutdown()
+
+
+def _refuse_torchrun() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "verl.trainer.main_ppo starts its own workers through Ray and cannot run under torchrun; "
+            "use: python3 -m verl.trainer.main_ppo ..."
+        )
+
+
+@contextmanager
+def time_limited(what: str, seconds: float):
+    """End the process with a message if the body, waiting for ``what``, takes longer than ``seconds``.
+
+    The process is ended from another thread, because a wait inside a library does not return to be interrupted.
+    """
+
+    def expire() -> None:
+        print(f"gave up: {what} did not come up within {seconds:g} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def ray_init_kwargs(config: DictConfig) -> dict[str, Any]:
+    """Arguments for ``ray.init`` from ``ray_kwargs.ray_init``, without what is null."""
+    given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
+    kwargs = {key: value for key, value in given.items() if value is not None}
+    runtime_env = {key: value for key, value in (kwargs.pop("runtime_env", None) or {}).items() if value is not None}
+    if runtime_env:
+        kwargs["runtime_env"] = runtime_env
+    if "address" not in kwargs and "RAY_ADDRESS" not in os.environ:
+        kwargs.setdefault("include_dashboard", False)
+    return kwargs
+
+
+def start_ray(config: DictConfig) -> None:
+    """Start or join Ray within `RAY_START_TIMEOUT_S`; does nothing when it already runs in this process."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    kwargs = ray_init_kwargs(config)
+    address = kwargs.get("address") or os.environ.get("RAY_ADDRESS")
+    what = f"the Ray cluster at {address!r}" if address else "Ray on this machine (ray.init)"
+    with time_limited(what, RAY_START_TIMEOUT_S):
+        ray.init(**kwargs)
+
+
+def create_rl_dataset(data_files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Any:
+    """Open prompt data.
+
+    Args:
+        data_files: a path or a list of paths.
+        config: the ``data`` section.
+        tokenizer: of the model.
+        max_samples: rows at most; -1 for all.
+    """
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    return RLHFDataset(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+
+
+class TaskRunner:
+    """The parts of one run. Making it opens tokenizer, data and rewards; `run` needs Ray.
+
+    Args:
+        config: the checked ``ppo_trainer`` tree.
+    """
+
+    def __init__(self, config: DictConfig):
+        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.utils.tokenizer import hf_tokenizer
+
+        self.config = config
+        model, data = config.actor_rollout_ref.model, config.data
+        self.tokenizer = hf_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
+        self.train_dataset = create_rl_dataset(data.train_files, data, self.tokenizer, data.train_max_samples)
+        self.val_dataset = None
+        if data.val_files:
+            self.val_dataset = create_rl_dataset(data.val_files, data, self.tokenizer, data.val_max_samples)
+        self.reward_fn = load_reward_manager(config, self.tokenizer)
+
+    def run(self) -> dict[str, float]:
+        """Start the workers and train; returns the last metrics."""
+        import ray
+
+        from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.utils import Role
+        from verl.utils.dataset.rl_dataset import collate_fn
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+
+        config = self.config
+        worker = ray.remote(ActorRolloutRefWorker)
+        roles = {Role.ActorRollout: worker, Role.ActorRolloutRef: worker}
+        pools = ResourcePoolManager(
+            resource_pool_spec={"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
+            mapping=dict.fromkeys(roles, "global_pool"),
+            num_cpus_per_worker=config.trainer.num_cpus_per_worker,
+        )
+        trainer = RayPPOTrainer(
+            config=config,
+            tokenizer=self.tokenizer,
+            role_worker_mapping=roles,
+            resource_pool_manager=pools,
+            ray_worker_group_cls=RayWorkerGroup,
+            reward_fn=self.reward_fn,
+            val_reward_fn=self.reward_fn,
+            train_dataset=self.train_dataset,
+            val_dataset=self.val_dataset,
+            collate_fn=collate_fn,
+        )
+        trainer.init_workers()
+        return trainer.fit()
+
+
+if __name__ == "__main__":
+    main()
