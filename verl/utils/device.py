@@ -14,6 +14,8 @@ from typing import Any
 DEVICE_ENV = "VERL_DEVICE"
 
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "cpu": ""}
+DEVICE_NAMES = tuple(_VISIBLE_DEVICES)
+
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "cpu": "gloo"}
 _RAY_RESOURCES = {"cuda": "GPU", "npu": "NPU", "cpu": "CPU"}
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal core attention without TransformerEngine: packed (THD) or dense (BSHD), grouped queries, context parallelism.
 
-Keys and values are all-gathered over the context-parallel group in one collective per layer; in backward their gradients
-are summed and scattered the same way. Packed sequences are attended in groups of equal padded length, so the cost is that
-of the sequences, not of the square of the pack, and a group is one call of ``scaled_dot_product_attention``.
+Keys and values are all-gathered over the context-parallel group in one collective per layer; in backward their
+gradients are summed and scattered the same way. Packed sequences are attended in groups of equal padded length, so the
+cost is that of the sequences, not of the square of the pack, and a group is one call of
+``scaled_dot_product_attention``.
 """
 
 from dataclasses import dataclass
@@ -38,7 +39,9 @@ class _GatherFirstDim(torch.autograd.Function):
 
 
 def gather_first_dim(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[t, ...] of each rank to [size * t, ...] on every rank; backward sums over the ranks and keeps this rank's part."""
+    """[t, ...] of each rank to [size * t, ...] on every rank; backward sums over the ranks and keeps this rank's
+    part.
+    """
     return local if group.size() == 1 else _GatherFirstDim.apply(local, group)
 
 
@@ -96,7 +99,8 @@ class LocalCoreAttention(MegatronModule):
     """The core attention of a layer specification, for machines without TransformerEngine.
 
     Raises:
-        ValueError: at construction, for attention features that it does not compute (dropout, sliding windows, softcap).
+        ValueError: at construction, for attention features that it does not compute (dropout, sliding windows,
+            softcap).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a Hugging Face model folder to a megatron-core model and back, through megatron-bridge.
 
-On a machine without TransformerEngine the layers are megatron-core's local ones with :class:`LocalCoreAttention`; with it,
-the layers that the bridge chooses.
+On a machine without TransformerEngine the layers are megatron-core's local ones with :class:`LocalCoreAttention`; with
+it, the layers that the bridge chooses.
 """
 
 import difflib
@@ -23,8 +23,8 @@ __all__ = ["build_provider", "has_transformer_engine", "load_bridge", "stream_hf
 logger = logging.getLogger(__name__)
 
 _NEED_ACCELERATOR = (
-    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion cross_entropy_loss_fusion gradient_accumulation_fusion "
-    "masked_softmax_fusion moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
+    "apply_rope_fusion bias_activation_fusion bias_dropout_fusion cross_entropy_loss_fusion "
+    "gradient_accumulation_fusion masked_softmax_fusion moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
 ).split()
 _AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 

@@ -165,8 +165,8 @@ def make_layout(
 def roll_left_within_sequences(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Next token of every token, within its own sequence: the labels of a language model.
 
-    The last token of a sequence gets the first of the same sequence; no loss looks at it. Done before any split, so that
-    the token on the seam of two context-parallel chunks gets its true successor.
+    The last token of a sequence gets the first of the same sequence; no loss looks at it. Done before any split, so
+    that the token on the seam of two context-parallel chunks gets its true successor.
 
     Args:
         values: [sum(lengths), ...] in value order.

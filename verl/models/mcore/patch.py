@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults of megatron-core that change a gradient or a resumed run, mended on every device.
 
-Each patch stands alone, says which fault it mends, and is applied by :func:`apply_patches` once per process. The versions
-they were checked with are in ``CHECKED``; another version is refused, because a patch that silently no longer fits would
-bring the fault back.
+Each patch stands alone, says which fault it mends, and is applied by :func:`apply_patches` once per process. The
+versions they were checked with are in ``CHECKED``; another version is refused, because a patch that silently no longer
+fits would bring the fault back.
 """
 
 import functools
@@ -28,7 +28,9 @@ def apply_patches() -> None:
         return
     found = version("megatron-core")
     if found not in CHECKED:
-        raise RuntimeError(f"verl.models.mcore.patch was checked with megatron-core {', '.join(CHECKED)}, found {found}")
+        raise RuntimeError(
+            f"verl.models.mcore.patch was checked with megatron-core {', '.join(CHECKED)}, found {found}"
+        )
     _allow_torch_norm_under_sequence_parallel()
     _scatter_padding_mask_on_later_stages()
     _keep_local_expert_counts()
@@ -40,8 +42,8 @@ def apply_patches() -> None:
 def _allow_torch_norm_under_sequence_parallel() -> None:
     """The plain torch norm refuses sequence parallelism.
 
-    All it needs is ``sequence_parallel = True`` on its parameters, so that the end of the step sums their gradients over
-    the tensor-parallel ranks. Without the mark the replicas drift apart.
+    All it needs is ``sequence_parallel = True`` on its parameters, so that the end of the step sums their gradients
+    over the tensor-parallel ranks. Without the mark the replicas drift apart.
     """
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -87,8 +89,8 @@ def _scatter_padding_mask_on_later_stages() -> None:
 def _keep_local_expert_counts() -> None:
     """The sum of token counts over the TP and CP ranks is done in place, on the very tensor of local counts.
 
-    With a padding mask the "local" number of tokens, by which the auxiliary loss is weighted in the per-token regime, is
-    then the number of the whole group.
+    With a padding mask the "local" number of tokens, by which the auxiliary loss is weighted in the per-token regime,
+    is then the number of the whole group.
     """
     from megatron.core.transformer.moe import moe_utils, router
 
@@ -121,8 +123,9 @@ def _keep_float64_cross_entropy() -> None:
 def _restore_torch_adam_state() -> None:
     """Two faults of the distributed optimizer with torch's Adam (no TransformerEngine, no Apex).
 
-    Its state also holds ``step``, which is looked up among the checkpointed tensors and is not there. And after a load all
-    parameters share one ``step`` tensor, which Adam then advances once per parameter: a silent, wrong bias correction.
+    Its state also holds ``step``, which is looked up among the checkpointed tensors and is not there. And after a load
+    all parameters share one ``step`` tensor, which Adam then advances once per parameter: a silent, wrong bias
+    correction.
     """
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer

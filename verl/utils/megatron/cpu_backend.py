@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What megatron-core needs to run on a machine without an accelerator, over gloo.
 
-:func:`install` is called once per process, before anything of Megatron is imported. It does nothing on a machine that has
-an accelerator, and refuses a megatron-core version that these replacements were not checked with. Faults of megatron-core
-that show on any device are mended in ``verl.models.mcore.patch`` instead.
+:func:`install` is called once per process, before anything of Megatron is imported. It does nothing on a machine that
+has an accelerator, and refuses a megatron-core version that these replacements were not checked with. Faults of
+megatron-core that show on any device are mended in ``verl.models.mcore.patch`` instead.
 
 The replacements fall into four groups:
 
@@ -141,8 +141,8 @@ def _map_cuda_devices_to_cpu() -> None:
     import torch
     import torch.utils._device
 
-    # `with torch.device("meta")` knows factory functions by identity, from a set built at first use. Build it before the
-    # functions are wrapped: otherwise from_pretrained leaves rotary frequencies uninitialised, without an error.
+    # `with torch.device("meta")` knows factory functions by identity, from a set built at first use. Build it before
+    # the functions are wrapped: otherwise from_pretrained leaves rotary frequencies uninitialised, without an error.
     torch.utils._device._device_constructors()
     cpu = torch.device("cpu")
 

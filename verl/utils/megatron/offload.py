@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving a Megatron model's parameters, gradients and optimizer state between the accelerator and host memory.
 
-Megatron's data-parallel wrapper keeps parameters and gradients in flat buffers that the parameters are views of. A buffer
-is moved by copying it to the host and freeing its storage in place, so that every view stays a view.
+Megatron's data-parallel wrapper keeps parameters and gradients in flat buffers that the parameters are views of. A
+buffer is moved by copying it to the host and freeing its storage in place, so that every view stays a view.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["free_grads", "get_megatron_module_device", "load_grads", "load_optimizer", "load_params", "offload_optimizer"]
+__all__ = [
+    "free_grads",
+    "get_megatron_module_device",
+    "load_grads",
+    "load_optimizer",
+    "load_params",
+    "offload_optimizer",
+]
 __all__ += ["offload_params"]
 
 

@@ -70,7 +70,8 @@ def build_lr_scheduler(config: Any, optimizer: Any) -> Any:
         decay = max(decay, warmup + 1)
     elif decay <= 0:
         raise ValueError(
-            f"optim.lr_decay_style={config.lr_decay_style} needs a length: set optim.total_training_steps or lr_decay_steps"
+            f"optim.lr_decay_style={config.lr_decay_style} needs a length: set optim.total_training_steps or "
+            "optim.lr_decay_steps"
         )
     if warmup >= decay:
         raise ValueError(f"optim.lr_warmup_steps={warmup} must be below the schedule's {decay} steps")

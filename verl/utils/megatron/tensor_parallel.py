@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities and entropy over a vocabulary that is split across tensor-parallel ranks.
 
-Both come out of one pass over the logits, in float32 (float64 logits stay float64), a chunk of tokens at a time, so that no
-second tensor of the logits' size is held; two collectives of the size of the token count, however many chunks. The gradient
-is written over the logits where the caller allows it.
+Both come out of one pass over the logits, in float32 (float64 logits stay float64), a chunk of tokens at a time, so
+that no second tensor of the logits' size is held; two collectives of the size of the token count, however many chunks.
+The gradient is written over the logits where the caller allows it.
 """
 
 from typing import Any

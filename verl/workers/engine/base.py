@@ -2,7 +2,7 @@
 """The contract between a worker and a training engine, and the registry of engines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,9 +20,9 @@ class BaseEngine(ABC):
     """One model with its optimizer, spread over the ranks of the process group.
 
     Data is a TensorDict of one data-parallel rank: jagged ``input_ids`` [B, j] and whatever the loss function reads. A
-    loss function is ``loss(model_output, data, dp_group) -> (scalar, metrics)``; its scalar is normalised by the counts of
-    the whole optimiser step and multiplied by the data-parallel size, so that the sum over micro-batches and the mean over
-    data-parallel ranks is the loss of the step.
+    loss function is ``loss(model_output, data, dp_group) -> (scalar, metrics)``; its scalar is normalised by the counts
+    of the whole optimiser step and multiplied by the data-parallel size, so that the sum over micro-batches and the
+    mean over data-parallel ranks is the loss of the step.
     """
 
     @abstractmethod
@@ -44,8 +44,9 @@ class BaseEngine(ABC):
         """Run a batch in micro-batches and accumulate gradients (unless ``forward_only``).
 
         Returns:
-            ``model_output``: jagged [B, j] tensors in the order of ``data`` (only if ``forward_only``), ``metrics``: what
-            the loss function reported, merged over micro-batches and data-parallel ranks, and ``loss``: the step's loss.
+            ``model_output``: jagged [B, j] tensors in the order of ``data`` (only if ``forward_only``), ``metrics``:
+            what the loss function reported, merged over micro-batches and data-parallel ranks, and ``loss``: the step's
+            loss.
         """
 
     @abstractmethod
@@ -54,7 +55,9 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clip and apply the gradients; returns their norm before clipping. A norm that is not finite applies nothing."""
+        """Clip and apply the gradients; returns their norm before clipping. A norm that is not finite applies
+        nothing.
+        """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
@@ -111,13 +114,12 @@ class EngineRegistry:
     _engines: dict[tuple[str, str, str], type[BaseEngine]] = {}
 
     @classmethod
-    def register(cls, model_type: str, backend: str | list[str], device: str | list[str] | None = None) -> Callable:
-        """Class decorator; ``device`` may be a list of device names."""
+    def register(cls, model_type: str, backend: str, device: str | Sequence[str]) -> Callable:
+        """Class decorator that makes an engine known; ``device`` is a device name or several."""
 
         def add(engine: type[BaseEngine]) -> type[BaseEngine]:
-            for b in [backend] if isinstance(backend, str) else backend:
-                for d in [device] if isinstance(device, str) else device:
-                    cls._engines[model_type, b, d] = engine
+            for name in [device] if isinstance(device, str) else device:
+                cls._engines[model_type, backend, name] = engine
             return engine
 
         return add

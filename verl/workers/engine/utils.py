@@ -18,7 +18,8 @@ def split_micro_batches(
     """Micro-batches of a batch, the same number on every data-parallel rank.
 
     By token budget if ``use_dynamic_bsz`` is set in ``data`` (``max_token_len_per_gpu`` times ``budget_factor``, since
-    context-parallel ranks share a sequence), else by ``micro_batch_size_per_gpu`` rows; without either, one micro-batch.
+    context-parallel ranks share a sequence), else by ``micro_batch_size_per_gpu`` rows; without either, one
+    micro-batch.
 
     Args:
         data: this rank's batch; ranks hold the same number of rows.
@@ -44,8 +45,8 @@ def split_micro_batches(
     count = max(ceildiv(rows, size), 1)
     if count % divisor:
         raise ValueError(
-            f"micro_batch_size_per_gpu={size} makes {count} micro-batches of {rows} rows; virtual pipeline stages need a "
-            f"multiple of {divisor}: use {max(rows // (ceildiv(count, divisor) * divisor), 1)}"
+            f"micro_batch_size_per_gpu={size} makes {count} micro-batches of {rows} rows; virtual pipeline stages "
+            f"need a multiple of {divisor}: use {max(rows // (ceildiv(count, divisor) * divisor), 1)}"
         )
     indices = [list(range(i * size, min((i + 1) * size, rows))) for i in range(count)]
     if count == 1:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one place of the Megatron engine that knows a scale factor (docs/objective.md, sections 3 and 4).
 
-A loss function returns its share of ``sum w * l / D`` times ``dp_size``. What Megatron multiplies and divides it by after
-that depends on ``calculate_per_token_loss``; the factors here undo it, so that both regimes give the gradient of the same
-objective. They are constants of one optimiser step: Megatron keeps the scale of the router and MTP losses in class-level
-state that the last forward wrote, so a factor that changed between micro-batches would go wrong under a pipeline.
+A loss function returns its share of ``sum w * l / D`` times ``dp_size``. What Megatron multiplies and divides it by
+after that depends on ``calculate_per_token_loss``; the factors here undo it, so that both regimes give the gradient of
+the same objective. They are constants of one optimiser step: Megatron keeps the scale of the router and MTP losses in
+class-level state that the last forward wrote, so a factor that changed between micro-batches would go wrong under a
+pipeline.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import loss_token_count
 
 __all__ = ["LossScale", "StepCounts", "check_per_token_loss_guards", "count_step"]
@@ -85,8 +85,8 @@ class LossScale:
     def divisor(self) -> float:
         """What the end of a per-token step really divides gradients by.
 
-        Megatron multiplies them by ``1 / num_tokens`` rounded to float32. Its reciprocal in float64 undoes exactly that,
-        where ``num_tokens`` itself would leave an error of 6e-8.
+        Megatron multiplies them by ``1 / num_tokens`` rounded to float32. Its reciprocal in float64 undoes exactly
+        that, where ``num_tokens`` itself would leave an error of 6e-8.
         """
         return 1.0 / (1.0 / torch.tensor(max(self.routed_tokens, 1), dtype=torch.int32)).double().item()
 
@@ -103,8 +103,8 @@ class LossScale:
     def router(self) -> float:
         """Factor of the router losses, for Megatron's ``moe_grad_scale_func``.
 
-        The routers always weigh a micro-batch by its tokens (:meth:`MegatronEngine.initialize` sees to it); what is left
-        of Megatron's scaling must come to ``1 / routed tokens``.
+        The routers always weigh a micro-batch by its tokens (:meth:`MegatronEngine.initialize` sees to it); what is
+        left of Megatron's scaling must come to ``1 / routed tokens``.
         """
         routed = max(self.routed_tokens, 1)
         if self.per_token:
@@ -118,7 +118,8 @@ def check_per_token_loss_guards(
     """Refuse what the documented fix refuses under ``calculate_per_token_loss``.
 
     Raises:
-        ValueError: for padded batches (``model.use_remove_padding=False``) and for ``loss_agg_mode=seq-mean-token-mean``,
+        ValueError: for padded batches (``model.use_remove_padding=False``) and for
+            ``loss_agg_mode=seq-mean-token-mean``,
             unless ``megatron.per_token_loss_guards=False``: both are exact here, see docs/objective.md.
     """
     if not (per_token and guards):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_id, get_device_name
+from verl.utils.device import DEVICE_NAMES, get_device_id, get_device_name
 from verl.utils.megatron import cpu_backend, offload
 from verl.utils.megatron.optimizer import build_lr_scheduler, build_optimizer
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
@@ -71,7 +71,8 @@ class MegatronEngine(BaseEngine):
         self._export_tasks: Any = None
         if self.trains and engine_config.use_distributed_optimizer and self.dtype == torch.float64:
             raise ValueError(
-                "megatron.use_distributed_optimizer=True keeps its gradients in float32; with dtype=float64 set it to False"
+                "megatron.use_distributed_optimizer=True keeps its gradients in float32; "
+                "with dtype=float64 set it to False"
             )
         cpu_backend.install()
         from verl.models.mcore.patch import apply_patches
@@ -276,7 +277,8 @@ class MegatronEngine(BaseEngine):
         ``micro_batch_size_per_gpu``; ``temperature``; ``calculate_entropy``.
 
         Raises:
-            ValueError: for what section 5 refuses under ``calculate_per_token_loss``, and for a sequence above the token
+            ValueError: for what section 5 refuses under ``calculate_per_token_loss``, and for a sequence above the
+                token
                 budget.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -306,9 +308,7 @@ class MegatronEngine(BaseEngine):
             divisor=self.engine_config.pipeline_model_parallel_size if len(self.module) > 1 else 1,
         )
         if loss_function is not None:
-            self._scale = LossScale(
-                self.per_token_loss, len(micro_batches), dp_group.size(), counts.routed_tokens
-            )
+            self._scale = LossScale(self.per_token_loss, len(micro_batches), dp_group.size(), counts.routed_tokens)
         iterators = [iter(micro_batches) for _ in self.module]
         outputs = get_forward_backward_func()(
             forward_step_func=partial(self.forward_step, loss_function=loss_function, forward_only=forward_only),
@@ -411,7 +411,7 @@ class MegatronEngine(BaseEngine):
         load_checkpoint(self, local_path)
 
 
-@EngineRegistry.register(model_type="language_model", backend="megatron", device=["cuda", "npu", "cpu"])
+@EngineRegistry.register(model_type="language_model", backend="megatron", device=DEVICE_NAMES)
 class MegatronEngineWithLMHead(MegatronEngine):
     """A language model: its outputs are log-probabilities of the tokens and, if asked for, entropies."""
 
@@ -419,7 +419,8 @@ class MegatronEngineWithLMHead(MegatronEngine):
         """Pack, pad, split over context parallelism (section 6).
 
         Returns:
-            ``layout``, ``labels`` ([t_local] next tokens, rolled before the split), and ``model``: the model's keywords.
+            ``layout``, ``labels`` ([t_local] next tokens, rolled before the split), and ``model``: the model's
+            keywords.
         """
         from megatron.core import parallel_state as mpu
         from megatron.core.packed_seq_params import PackedSeqParams
@@ -484,8 +485,8 @@ class MegatronEngineWithLMHead(MegatronEngine):
     ) -> dict[str, torch.Tensor]:
         """Log-probs and entropies of whole sequences, jagged [B, j] like ``input_ids``.
 
-        Every context-parallel rank gets the whole sequences. Gradients flow into its own part only: the loss is computed
-        alike on all of them, so that the sum of their gradients is that of one loss, for sequence losses too.
+        Every context-parallel rank gets the whole sequences. Gradients flow into its own part only: the loss is
+        computed alike on all of them, so that the sum of their gradients is that of one loss, for sequence losses too.
         """
         from megatron.core import parallel_state as mpu
 

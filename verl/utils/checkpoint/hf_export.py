@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a Hugging Face model folder from a stream of weights."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+__all__ = ["save_hf_folder"]
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+
+
+def save_hf_folder(
+    weights: Iterable[tuple[str, torch.Tensor]],
+    source: str,
+    target: str,
+    *,
+    is_writer: bool = True,
+    max_shard_bytes: int = 5 << 30,
+) -> None:
+    """Write ``weights`` and the non-weight files of ``source`` (config, tokenizer, generation config) to ``target``.
+
+    Weights are written shard by shard while they come, so one shard is held in memory. The names are checked against
+    those of ``source``. Every rank must consume ``weights``; only the writer writes.
+
+    Args:
+        weights: (hub name, whole tensor).
+        source: the Hugging Face folder that the model was loaded from.
+        target: folder to write; made if missing.
+        is_writer: whether this process writes.
+        max_shard_bytes: largest weight file.
+
+    Raises:
+        ValueError: when a tensor of ``source`` was not in ``weights``, or the other way round; lists them.
+    """
+    if not is_writer:
+        for _ in weights:
+            pass
+        return
+    os.makedirs(target, exist_ok=True)
+    for stale in Path(target).glob("*.safetensors*"):
+        stale.unlink()
+    shards: list[list[str]] = []
+    shard: dict[str, torch.Tensor] = {}
+    size = total = 0
+    for name, weight in weights:
+        tensor = weight.detach().to("cpu", copy=True).contiguous()
+        num_bytes = tensor.numel() * tensor.element_size()
+        if shard and size + num_bytes > max_shard_bytes:
+            shards.append(_write_shard(shard, target, len(shards)))
+            shard, size = {}, 0
+        shard[name] = tensor
+        size, total = size + num_bytes, total + num_bytes
+    shards.append(_write_shard(shard, target, len(shards)))
+    _check_names({name for names in shards for name in names}, source)
+    _name_shards(shards, target, total)
+    for file in sorted(Path(source).iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copy2(file, Path(target) / file.name)
+
+
+def _part(index: int) -> str:
+    return f"part-{index:05d}.safetensors"
+
+
+def _write_shard(shard: dict[str, torch.Tensor], target: str, index: int) -> list[str]:
+    save_file(shard, os.path.join(target, _part(index)), metadata={"format": "pt"})
+    return list(shard)
+
+
+def _name_shards(shards: list[list[str]], target: str, total_bytes: int) -> None:
+    if len(shards) == 1:
+        os.replace(os.path.join(target, _part(0)), os.path.join(target, "model.safetensors"))
+        return
+    weight_map = {}
+    for index, names in enumerate(shards):
+        final = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.replace(os.path.join(target, _part(index)), os.path.join(target, final))
+        weight_map.update(dict.fromkeys(names, final))
+    with open(os.path.join(target, "model.safetensors.index.json"), "w", encoding="utf-8") as file:
+        json.dump({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, file, indent=2, sort_keys=True)
+
+
+def _check_names(written: set[str], source: str) -> None:
+    expected: set[str] = set()
+    for file in Path(source).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as content:
+            expected.update(content.keys())
+    if not expected:
+        return  # the source holds another weight format; its names cannot be read cheaply
+    missing, extra = sorted(expected - written), sorted(written - expected)
+    if missing or extra:
+        raise ValueError(
+            f"export of {source}: missing {missing[:5]} ({len(missing)}), unexpected {extra[:5]} ({len(extra)})"
+        )

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of a Megatron engine through megatron-core's distributed checkpointing.
+
+The files do not depend on the layout: a run may be resumed with another tensor, pipeline, context or data parallel
+size, as far as megatron-core can map the optimizer's state.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+_FOLDER = "dist_ckpt"
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def _contents(engine: Any, key: str) -> list[str]:
+    config = engine.checkpoint_config
+    return list(getattr(config, key)) if config is not None else ["model", "optimizer", "extra"]
+
+
+def _model_keys(engine: Any) -> list[str]:
+    return ["model"] if len(engine.module) == 1 else [f"model{i}" for i in range(len(engine.module))]
+
+
+def _state(engine: Any, contents: list[str], is_loading: bool) -> dict[str, Any]:
+    from megatron.core.utils import unwrap_model
+
+    metadata = dict(_METADATA)  # megatron-core writes the present group into it
+    chunks = unwrap_model(engine.module)
+    model = {
+        key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(_model_keys(engine), chunks, strict=True)
+    }
+    state: dict[str, Any] = dict(model) if "model" in contents else {}
+    if "optimizer" in contents and engine.optimizer is not None:
+        state["optimizer"] = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def save_checkpoint(engine: Any, local_path: str) -> None:
+    """Write what ``checkpoint.save_contents`` names to ``local_path``. Collective.
+
+    ``extra`` is the learning-rate schedule and each rank's random state; ``hf_model`` a Hugging Face folder.
+    """
+    from megatron.core import dist_checkpointing
+
+    contents = _contents(engine, "save_contents")
+    folder = os.path.join(local_path, _FOLDER)
+    if dist.get_rank() == 0:
+        os.makedirs(folder, exist_ok=True)
+    dist.barrier()
+    engine.to("device", model=True, optimizer=True, grad=False)
+    dist_checkpointing.save(_state(engine, contents, is_loading=False), folder)
+    if "extra" in contents:
+        extra = {"random": torch.get_rng_state()}
+        if engine.lr_scheduler is not None:
+            extra["schedule"] = engine.lr_scheduler.state_dict()
+        torch.save(extra, os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt"))
+    if "hf_model" in contents:
+        engine.export_hf(os.path.join(local_path, "huggingface"))
+    dist.barrier()
+
+
+def load_checkpoint(engine: Any, local_path: str) -> None:
+    """Read what ``checkpoint.load_contents`` names from ``local_path``. Collective.
+
+    Raises:
+        ValueError: when the folder holds no checkpoint, or its optimizer state cannot be mapped to this layout.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
+    folder = os.path.join(local_path, _FOLDER)
+    if not os.path.isdir(folder):
+        raise ValueError(f"{local_path} holds no checkpoint (no {_FOLDER} folder in it)")
+    contents = _contents(engine, "load_contents")
+    engine.to("device", model=True, optimizer=True, grad=True)
+    if "optimizer" in contents and engine.optimizer is not None:
+        _make_optimizer_state(engine)
+    try:
+        loaded = dist_checkpointing.load(_state(engine, contents, is_loading=True), folder)
+    except KeyError as error:
+        raise ValueError(
+            f"{local_path}: {error} is not in the checkpoint; it was written without it, or by a mixture of experts "
+            "whose dense and expert parameters had separate optimizers there but share one here (or the reverse): resume "
+            "in a layout with the same expert and tensor split, or with checkpoint.load_contents=[model]"
+        ) from error
+    if "model" in contents:
+        for key, chunk in zip(_model_keys(engine), unwrap_model(engine.module), strict=True):
+            chunk.load_state_dict(loaded[key])
+    if "optimizer" in loaded:
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+    elif "model" in contents and engine.optimizer is not None:
+        engine.optimizer.reload_model_params()
+    if "extra" in contents:
+        _load_extra(engine, local_path)
+    dist.barrier()
+
+
+def _make_optimizer_state(engine: Any) -> None:
+    """torch's Adam has no state before its first step, and the distributed optimizer reads it to know what to load.
+
+    A step with zero gradients and zero learning rate makes it and changes no parameter.
+    """
+    groups = engine.optimizer.param_groups
+    rates = [(group["lr"], group["weight_decay"]) for group in groups]
+    for group in groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    engine.optimizer_zero_grad()
+    engine.optimizer.step()
+    for group, (rate, decay) in zip(groups, rates, strict=True):
+        group["lr"], group["weight_decay"] = rate, decay
+
+
+def _load_extra(engine: Any, local_path: str) -> None:
+    own = os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt")
+    path = own if os.path.exists(own) else os.path.join(local_path, "extra_rank_0.pt")
+    if not os.path.exists(path):
+        raise ValueError(
+            f"{local_path}: no schedule and random state ({os.path.basename(path)}); "
+            "set checkpoint.load_contents without extra"
+        )
+    extra = torch.load(path, weights_only=True)
+    torch.set_rng_state(extra["random"])
+    if "schedule" in extra and engine.lr_scheduler is not None:
+        engine.lr_scheduler.num_steps = 0  # loading adds the saved number of steps
+        engine.lr_scheduler.load_state_dict(extra["schedule"])
