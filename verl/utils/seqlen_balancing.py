@@ -35,23 +35,33 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
         )
     order = sorted(range(len(seqlen_list)), key=lambda i: (-seqlen_list[i], i))
     group = k_partitions if equal_size else 1
-    # A state is a list of k (sum, items), largest sum first. Merging the two states of largest spread, the large parts
-    # of one with the small parts of the other, lets their differences cancel.
+    # A state is the list of its non-empty parts as (sum, items), largest sum first. Merging the two states of largest
+    # spread, the large parts of one with the small parts of the other, lets their differences cancel.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for number, start in enumerate(range(0, len(order), group)):
+    for start in range(0, len(order), group):
         state = [(seqlen_list[i], [i]) for i in order[start : start + group]]
-        state += [(0, [])] * (k_partitions - len(state))
-        heap.append((state[-1][0] - state[0][0], number, state))
+        heap.append((-_spread(state, k_partitions), start, state))
     heapq.heapify(heap)
-    number = len(heap)
+    number = len(order)
     while len(heap) > 1:
-        _, _, a = heapq.heappop(heap)
-        _, _, b = heapq.heappop(heap)
-        state = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
-        state.sort(key=lambda part: -part[0])
-        heapq.heappush(heap, (state[-1][0] - state[0][0], number, state))
+        state = _merge(heapq.heappop(heap)[2], heapq.heappop(heap)[2], k_partitions)
+        heapq.heappush(heap, (-_spread(state, k_partitions), number, state))
         number += 1
-    return [items for _, items in heap[0][2]] if heap else [[] for _ in range(k_partitions)]
+    parts = [items for _, items in heap[0][2]] if heap else []
+    return parts + [[] for _ in range(k_partitions - len(parts))]
+
+
+def _spread(state: list[tuple[int, list[int]]], k: int) -> int:
+    return state[0][0] - (state[-1][0] if len(state) == k else 0)
+
+
+def _merge(a: list[tuple[int, list[int]]], b: list[tuple[int, list[int]]], k: int) -> list[tuple[int, list[int]]]:
+    """Join part i of ``a`` with part k-1-i of ``b``; the parts that either state lacks are empty."""
+    alone = k - len(b)
+    state = a[:alone] + b[: k - len(a)]
+    state += [(x[0] + b[k - 1 - i][0], x[1] + b[k - 1 - i][1]) for i, x in enumerate(a[alone:], alone)]
+    state.sort(key=lambda part: -part[0])
+    return state
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -95,7 +105,7 @@ def _fits(parts: list[list[int]], lens: Sequence[int], budget: int) -> bool:
 def _smallest_fitting(lens: Sequence[int], budget: int) -> list[list[int]]:
     """Find the fewest parts that keep the budget: balanced ones where possible, else those of first fit."""
     bins = _first_fit(lens, budget)
-    for k in range(max(1, ceildiv(sum(lens), budget)), len(bins) + 1):
+    for k in range(ceildiv(sum(lens), budget) or 1, len(bins) + 1):
         parts = get_seqlen_balanced_partitions(lens, k, equal_size=False)
         if _fits(parts, lens, budget):
             return parts

@@ -40,6 +40,7 @@ __all__ = [
     "index_select_tensor_dict",
     "iterate_indices",
     "make_iterator",
+    "make_stack",
     "nearest_multiples",
     "nested_tensor_from_tensor_list",
     "pad_to_divisor",
