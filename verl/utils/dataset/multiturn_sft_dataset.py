@@ -26,6 +26,9 @@ from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 
 __all__ = ["MultiTurnSFTDataset", "SFTTensorCollator"]
 
+# Encoded rows are kept for the next epochs up to this many tokens (about 80 MiB); larger data sets are encoded again.
+_MAX_CACHED_TOKENS = 16 * 2**20
+
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -104,6 +107,7 @@ class MultiTurnSFTDataset(Dataset):
         shuffle, seed = config.get("shuffle", True), config.get("seed")
         self.rows = choose_rows(self.table.num_rows, max_samples, shuffle, 0 if seed is None else seed)
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
+        self._num_cached_tokens = 0
         self[0]  # a template or a schema that does not work shows at once
         if self.truncation == "error":
             self._require_all_fit()
@@ -119,9 +123,10 @@ class MultiTurnSFTDataset(Dataset):
             one that the assistant produced.
         """
         row = self.rows[item]
-        if row not in self._cache:
-            self._cache[row] = self._encode(row)
-        input_ids, loss_mask = self._cache[row]
+        input_ids, loss_mask = self._cache.get(row) or self._encode(row)
+        if row not in self._cache and self._num_cached_tokens < _MAX_CACHED_TOKENS:
+            self._cache[row] = input_ids, loss_mask
+            self._num_cached_tokens += len(input_ids)
         return {
             "input_ids": input_ids.long(),
             "position_ids": torch.arange(len(input_ids)),
@@ -153,7 +158,7 @@ class MultiTurnSFTDataset(Dataset):
         return overlong_error(self._where(row), num_tokens, "data.max_length", self.max_length, remedy)
 
     def _encode(self, row: int) -> tuple[Tensor, Tensor]:
-        """Token ids (int32 [j]) and loss mask (bool [j]) of a row, cut to `max_length`; small types, they are kept."""
+        """Token ids (int32 [j]) and loss mask (bool [j]) of a row, cut to `max_length`; small types to be kept."""
         messages, kwargs = self._conversation(row)
         where = self._where(row)
         if not any(message["role"] == "assistant" for message in messages):
