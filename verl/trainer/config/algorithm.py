@@ -26,8 +26,8 @@ class KLControlConfig(BaseConfig):
 class AlgoConfig(BaseConfig):
     """How rewards become advantages.
 
-    ``gamma`` and ``lam`` are GAE's discount and trace decay. ``norm_adv_by_std_in_grpo`` False leaves out GRPO's division
-    by the group's standard deviation (Dr. GRPO, arXiv 2503.20783).
+    ``gamma`` and ``lam`` are GAE's discount and trace decay. ``norm_adv_by_std_in_grpo`` False leaves out GRPO's
+    division by the group's standard deviation (Dr. GRPO, arXiv 2503.20783).
     """
 
     gamma: float = 1.0

@@ -23,8 +23,8 @@ class ActorConfig(BaseConfig):
     ``ppo_mini_batch_size`` counts prompts over all ranks, each with ``rollout_n`` responses: one optimizer step.
     ``ppo_micro_batch_size_per_gpu`` counts responses on one data-parallel rank; with ``use_dynamic_bsz`` the split goes
     by ``ppo_max_token_len_per_gpu`` tokens instead. ``clip_ratio_low``/``clip_ratio_high`` bound the probability ratio
-    below and above, ``clip_ratio_c`` is the dual clip's bound (Ye et al. 2020, arXiv 1912.09729). ``max_response_length`` is
-    the divisor of "seq-mean-token-sum-norm" unless ``loss_scale_factor`` is given.
+    below and above, ``clip_ratio_c`` is the dual clip's bound (Ye et al. 2020, arXiv 1912.09729). The divisor of
+    "seq-mean-token-sum-norm" is ``loss_scale_factor``, else ``max_response_length``.
 
     Raises ``ValueError`` for an unknown name or a value out of range.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config of the megatron-core training engine, of its checkpoints, and of the worker that runs it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verl.base_config import BaseConfig
@@ -81,17 +81,10 @@ class McoreEngineConfig(BaseConfig):
     def __post_init__(self) -> None:
         check_name("strategy", self.strategy, ("megatron",))
         check_name("dtype", self.dtype, DTYPES)
-        for name in (
-            "tensor_model",
-            "pipeline_model",
-            "virtual_pipeline_model",
-            "context",
-            "expert_model",
-            "expert_tensor",
-        ):
-            size = getattr(self, f"{name}_parallel_size")
+        for name in (f.name for f in fields(self) if f.name.endswith("_parallel_size")):
+            size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name}_parallel_size={size} must be at least 1")
+                raise ValueError(f"{name}={size} must be at least 1")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
             raise ValueError(
                 f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} needs "

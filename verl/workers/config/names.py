@@ -33,7 +33,7 @@ CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
 def check_name(key: str, value: str, known: Iterable[str]) -> None:
-    """Raise ``ValueError`` naming ``key``, ``value``, the known names and the nearest of them, if it is none of them."""
+    """Raise ``ValueError`` naming ``key``, ``value``, the known names and the nearest one, if it is none of them."""
     known = tuple(known)
     if value in known:
         return

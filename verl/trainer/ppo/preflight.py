@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a configuration before anything is started: no torch, no Ray, no model, well under a second or two.
+
+How an entry point uses it::
+
+    def prepare(config):
+        validate_ppo_config(config)        # one ValueError with every problem found
+        ...                                # open data and tokenizer; a ValueError here reads just the same
+        return lambda: train(config)       # from here on an exception is a fault and shows its traceback
+
+    def main():
+        run_hydra(prepare, "ppo_trainer")
+
+``run_hydra`` composes the config from the command line and calls ``prepare``. What hydra refuses (unknown keys, wrong
+syntax) and any ``ValueError`` of ``prepare`` goes to stderr as one sentence a problem, without a traceback, and the
+process exits with 2. ``prepare`` may return a function of no arguments, which is then called, or None.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.trainer.ppo import preflight_tables as tables
+from verl.trainer.ppo.preflight_batch import (
+    check_guards,
+    check_layout,
+    check_model_options,
+    check_ppo_batches,
+    check_sft_batches,
+    get,
+    model_parallel_size,
+)
+from verl.trainer.ppo.preflight_files import (
+    PROMPT_ROW,
+    check_data_sources,
+    check_model_folder,
+    check_num_rows,
+    check_reward_file,
+    open_data_files,
+)
+from verl.utils.config import (
+    CONFIG_DIR,
+    default_tree,
+    explain_hydra_error,
+    explain_unknown_key,
+    flatten,
+    is_free_form,
+    is_of_type,
+    omega_conf_to_dataclass,
+    type_in_words,
+)
+from verl.workers.config.names import ADV_ESTIMATORS, check_name
+
+logger = logging.getLogger(__name__)
+
+MIN_PYTHON = (3, 10)
+
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+MODEL, ENGINE = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
+
+
+def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_name: str) -> None:
+    """Compose ``config_name`` from the command line, let ``prepare`` check it, then run what ``prepare`` returns.
+
+    Args:
+        prepare: takes the composed config and raises ``ValueError`` for what is wrong with it; may return a function.
+        config_name: a config in ``verl/trainer/config``.
+
+    Raises:
+        SystemExit: 2 after a refused configuration, whose reason is on stderr.
+    """
+    if sys.version_info < MIN_PYTHON:
+        have, need = (".".join(map(str, version[:2])) for version in (sys.version_info, MIN_PYTHON))
+        _refuse(f"Python {need} or later is needed, and this is Python {have} ({sys.executable})")
+    import hydra
+    from hydra.errors import HydraException
+
+    started = []
+
+    @functools.wraps(prepare)
+    def job(config: DictConfig) -> Any:
+        start = prepare(config)
+        started.append(True)
+        return start() if start is not None else None
+
+    # Hydra names the job's log after the module the job comes from.
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if job.__module__ == "__main__" and spec is not None:
+        job.__module__ = spec.name
+    # With this set, hydra raises instead of printing its own traceback and exiting.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if started:
+            raise
+        _refuse(explain_hydra_error(error, config_name, tables.MOVED))
+    except ValueError as error:
+        if started:
+            raise
+        _refuse(str(error))
+
+
+def _refuse(reason: str) -> None:
+    # Under a launcher every rank refuses; one of them says why.
+    if os.environ.get("RANK", "0") == "0":
+        problems = [line for line in reason.splitlines() if line.strip()]
+        head = "error:" if len(problems) == 1 else f"{len(problems)} errors:\n "
+        print(head, "\n  ".join(problems), file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def validate_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None) -> None:
+    """Check a ``ppo_trainer`` config, its files and the environment (``env``, by default the process's own).
+
+    Raises:
+        ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
+    """
+    errors = _check_not_torchrun(os.environ if env is None else env)
+    tree, defaults, bad_keys = _read(config, "ppo_trainer", errors)
+    if not bad_keys:
+        _check_ppo_values(tree, errors)
+    if not any(key.startswith(("data", "reward", MODEL)) for key in bad_keys):
+        _check_ppo_files(tree, errors)
+    _refuse_all(errors)
+    _log_no_effect(_changed(tree, defaults, _ppo_no_effect(defaults)))
+
+
+def validate_sft_config(config: DictConfig, env: Mapping[str, str] | None = None) -> None:
+    """Check an ``sft_trainer_engine`` config and its files; under torchrun ``WORLD_SIZE`` is the number of ranks.
+
+    Raises:
+        ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
+    """
+    errors: list[str] = []
+    tree, defaults, bad_keys = _read(config, "sft_trainer_engine", errors)
+    if not bad_keys:
+        _check_sft_values(tree, os.environ if env is None else env, errors)
+    if not any(key.startswith(("data", "model")) for key in bad_keys):
+        _check_sft_files(tree, errors)
+    _refuse_all(errors)
+    reasons = _below("engine", tables.ENGINE_NO_EFFECT) | _below("model", tables.MODEL_NO_EFFECT)
+    _log_no_effect(_changed(tree, defaults, reasons))
+
+
+def _refuse_all(errors: list[str]) -> None:
+    if errors:
+        raise ValueError("\n".join(dict.fromkeys(errors)))
+
+
+def _log_no_effect(notes: list[str]) -> None:
+    if notes:
+        logger.warning("without effect here: %s", "; ".join(notes))
+
+
+def _check_not_torchrun(env: Mapping[str, str]) -> list[str]:
+    # RANK and WORLD_SIZE alone are also set by cluster schedulers that start Ray.
+    if "TORCHELASTIC_RUN_ID" in env or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(env):
+        return [
+            "verl.trainer.main_ppo starts its own workers through Ray and cannot run under torchrun (RANK, WORLD_SIZE "
+            "and LOCAL_RANK are set); run it once, with python3 -m verl.trainer.main_ppo"
+        ]
+    return []
+
+
+def _read(config: DictConfig, config_name: str, errors: list[str]) -> tuple[dict, dict, set[str]]:
+    """The config and the shipped one as nested dicts, and the keys that are unknown, gone or of another type."""
+    for key in sorted(OmegaConf.missing_keys(config)):
+        errors.append(f"{key} must be set{_choices(config_name, key)}")
+    try:
+        tree = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError("\n".join([*errors, explain_hydra_error(error, config_name, tables.MOVED)])) from error
+    defaults = default_tree(config_name)
+    problems = _check_keys(tree, defaults, config_name)
+    errors += problems.values()
+    return tree, defaults, set(problems)
+
+
+def _choices(config_name: str, key: str) -> str:
+    known = tables.ONE_OF[config_name].get(key)
+    return f"; choose one of {', '.join(map(repr, known))}, for instance {key}={known[0]}" if known else ""
+
+
+def _check_keys(tree: dict, shipped: dict, config_name: str) -> dict[str, str]:
+    """What is wrong, by key: keys that the shipped config lacks, keys that are gone, values of another type."""
+    flat, defaults = flatten(tree), flatten(shipped)
+    problems = {}
+    for key, value in flat.items():
+        if key in defaults or is_free_form(key):
+            continue
+        inner = [name for name in defaults if name.startswith(f"{key}.")]
+        outer = next((name for name in defaults if key.startswith(f"{name}.")), None)
+        if inner and not (value == {} and all(map(is_free_form, inner))):
+            problems[key] = f"{key}={value!r} must be a group of keys, such as {inner[0]}"
+        elif outer:
+            problems[key] = f"{outer} takes a value and no keys of its own, so {key} is not possible"
+        elif not inner:
+            problems[key] = explain_unknown_key(key, config_name, tables.MOVED)
+    for key, default in defaults.items():
+        if key in flat:
+            problem = _type_problem(key, flat[key], default)
+        elif is_free_form(key) or any(name.startswith(f"{key}.") or key.startswith(f"{name}.") for name in flat):
+            continue
+        else:
+            problem = f"{key} was taken out of the config; leave out the ~ and set it to {default!r}"
+        if problem:
+            problems[key] = problem
+    return problems
+
+
+def _type_problem(key: str, value: Any, default: Any) -> str | None:
+    if default is None or value == "???" or is_free_form(key) or key.endswith("_target_"):
+        return None
+    if isinstance(default, list) or key.endswith("_files"):
+        is_right, words = isinstance(value, str | list | None), "one value or a list of them"
+    elif isinstance(default, dict):
+        is_right, words = isinstance(value, dict | None), "a group of keys"
+    else:
+        server_keys = (f"{ROLLOUT}.{name}" for name in (*tables.ROLLOUT_SERVER_ONLY, "max_num_seqs"))
+        is_right = is_of_type(value, type(default))
+        if value is None:
+            is_right = isinstance(default, str) or key in server_keys
+        words = f"{type_in_words(type(default))}, such as {default!r}"
+    return None if is_right else f"{key}={value!r} must be {words}"
+
+
+def _check_section(tree: dict, path: str, errors: list[str]) -> None:
+    """Build the section's typed config, which checks the values that need no other section."""
+    try:
+        omega_conf_to_dataclass(get(tree, path), path=path)
+    except ValueError as error:
+        errors += str(error).splitlines()
+
+
+def _check_tables(tree: dict, refused: Mapping[str, tuple[Any, str]], prefix: str, errors: list[str]) -> None:
+    for key, (inert, instead) in refused.items():
+        full = f"{prefix}.{key}" if prefix else key
+        value = get(tree, full)
+        if value != inert:
+            errors.append(f"{full}={value!r} is not supported (only {inert!r} is): {instead}")
+
+
+def _check_common(tree: dict, config_name: str, errors: list[str]) -> None:
+    """Words, counts, trackers and the place to resume from."""
+    for key, known in tables.ONE_OF[config_name].items():
+        value = get(tree, key)
+        if value not in (*known, "???"):
+            _name_error(key, value, known, errors)
+    for key in tables.AT_LEAST_ONE[config_name]:
+        value = get(tree, key)
+        if value is not None and (not is_of_type(value, int) or value < 1):
+            errors.append(f"{key}={value!r} must be a whole number of at least 1")
+    trainer = tree["trainer"]
+    for name in [trainer["logger"]] if isinstance(trainer["logger"], str) else trainer["logger"] or []:
+        if name not in tables.LOGGERS:
+            _name_error("trainer.logger", name, tables.LOGGERS, errors)
+    if trainer["resume_mode"] == "resume_path":
+        path = trainer["resume_from_path"]
+        if not path or not os.path.isdir(os.path.expanduser(path)):
+            errors.append(f"trainer.resume_from_path={path!r} is not a folder; resume_mode='resume_path' needs one")
+
+
+def _all_positive(tree: dict, keys: tuple[str, ...]) -> bool:
+    """Whether numbers can be divided by these; those that cannot are reported by the checks of single values."""
+    return all(value is None or (is_of_type(value, int) and value > 0) for value in (get(tree, key) for key in keys))
+
+
+def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
+    try:
+        check_name(key, value, [name for name in known if name is not None])
+    except ValueError as error:
+        errors.append(str(error))
+
+
+def _check_ppo_values(tree: dict, errors: list[str]) -> None:
+    _check_common(tree, "ppo_trainer", errors)
+    for path in (ACTOR, ROLLOUT, MODEL, f"{REF}.megatron", "algorithm"):
+        _check_section(tree, path, errors)
+    for prefix in tables.ENGINES["ppo_trainer"]:
+        _check_tables(tree, tables.ENGINE_REFUSED, prefix, errors)
+    _check_tables(tree, tables.MODEL_REFUSED, MODEL, errors)
+    _check_tables(tree, tables.CHECKPOINT_REFUSED, f"{ACTOR}.checkpoint", errors)
+    _check_tables(tree, tables.PPO_REFUSED, "", errors)
+    _check_estimator(tree, errors)
+    if get(tree, "reward.reward_manager.name") == "naive" and get(tree, "reward.reward_kwargs"):
+        names = ", ".join(f"reward.reward_kwargs.{name}" for name in get(tree, "reward.reward_kwargs"))
+        errors.append(f"{names}: the reward manager 'naive' has no use for it; leave it out")
+    if _all_positive(tree, tables.DIVISORS["ppo_trainer"]):
+        _check_ppo_layout(tree, errors)
+
+
+def _check_estimator(tree: dict, errors: list[str]) -> None:
+    name = get(tree, "algorithm.adv_estimator")
+    # A program of the user's that registers an estimator has imported the registry by now; only then is it asked.
+    module = sys.modules.get("verl.algos.advantage")
+    if name in ADV_ESTIMATORS or (module is not None and _is_registered(module, name)):
+        return
+    if name in tables.NEEDS_CRITIC:
+        errors.append(
+            f"algorithm.adv_estimator={name!r} needs a critic, which is not supported yet; set algorithm.adv_estimator="
+            f"{ADV_ESTIMATORS[0]}"
+        )
+        return
+    close = get_close_matches(str(name), ADV_ESTIMATORS, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    errors.append(f"algorithm.adv_estimator={name!r} is not known; choose one of {', '.join(ADV_ESTIMATORS)}.{hint}")
+
+
+def _is_registered(module: Any, name: str) -> bool:
+    try:
+        return callable(module.get_adv_estimator_fn(name))
+    except (ValueError, KeyError):
+        return False
+
+
+def _uses_reference(tree: dict) -> bool:
+    return bool(get(tree, "algorithm.use_kl_in_reward") or get(tree, f"{ACTOR}.use_kl_loss"))
+
+
+def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
+    engine, padding_free = get(tree, ENGINE), get(tree, f"{MODEL}.use_remove_padding")
+    world_size = tree["trainer"]["nnodes"] * tree["trainer"]["n_gpus_per_node"]
+    errors += check_layout(engine, ENGINE, world_size, "trainer.nnodes x trainer.n_gpus_per_node")
+    errors += check_model_options(engine, ENGINE, MODEL, padding_free)
+    errors += check_guards(engine, ENGINE, MODEL, padding_free, get(tree, f"{ACTOR}.loss_agg_mode"))
+    if _uses_reference(tree):
+        ref = get(tree, f"{REF}.megatron")
+        for name in tables.LAYOUT_FIELDS:
+            if ref[name] != engine[name]:
+                errors.append(
+                    f"{REF}.megatron.{name}={ref[name]} differs from {ENGINE}.{name}={engine[name]}: the reference "
+                    "model runs in the actor's processes and layout; leave it out"
+                )
+    if world_size % model_parallel_size(engine) == 0:
+        errors += check_ppo_batches(tree, world_size // model_parallel_size(engine), _uses_reference(tree))
+
+
+def _check_ppo_files(tree: dict, errors: list[str]) -> None:
+    data, custom = tree["data"], get(tree, "reward.custom_reward_function")
+    names = {"prompt": data["prompt_key"], "data_source": data["reward_fn_key"], "reward_model": "reward_model"}
+    needed = {names[column]: value for column, value in PROMPT_ROW.items()}
+    if not data["train_files"]:
+        errors.append("data.train_files is empty; name at least one .parquet, .json or .jsonl file")
+    for key in ("train_files", "val_files"):
+        files = open_data_files(f"data.{key}", data[key], needed, errors)
+        if key == "train_files" and files:
+            batch_size, most = data["train_batch_size"], data["train_max_samples"]
+            errors += check_num_rows("data.train_files", files, most, "data.train_batch_size", batch_size)
+        if not custom["path"] and get(tree, "reward.reward_manager.name") == "naive":
+            errors += check_data_sources(f"data.{key}", data["reward_fn_key"], files)
+    if custom["path"]:
+        errors += check_reward_file(custom["path"], custom["name"])
+    if get(tree, f"{MODEL}.path"):
+        errors += check_model_folder(MODEL, get(tree, MODEL))
+
+
+def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> None:
+    _check_common(tree, "sft_trainer_engine", errors)
+    for path in ("model", "engine", "optim", "checkpoint"):
+        _check_section(tree, path, errors)
+    _check_tables(tree, tables.ENGINE_REFUSED, "engine", errors)
+    _check_tables(tree, tables.MODEL_REFUSED, "model", errors)
+    _check_tables(tree, tables.CHECKPOINT_REFUSED, "checkpoint", errors)
+    _check_tables(tree, tables.SFT_REFUSED, "", errors)
+    if not _all_positive(tree, tables.DIVISORS["sft_trainer_engine"]):
+        return
+    engine, padding_free = tree["engine"], tree["model"]["use_remove_padding"]
+    world_size, words = int(env.get("WORLD_SIZE", 0)), "WORLD_SIZE"
+    if not world_size:
+        world_size = tree["trainer"]["nnodes"] * tree["trainer"]["n_gpus_per_node"]
+        words = "trainer.nnodes x trainer.n_gpus_per_node"
+    errors += check_layout(engine, "engine", world_size, words)
+    errors += check_model_options(engine, "engine", "model", padding_free)
+    errors += check_guards(engine, "engine", "model", padding_free, None)
+    if world_size % model_parallel_size(engine) == 0:
+        errors += check_sft_batches(tree, world_size // model_parallel_size(engine))
+
+
+def _check_sft_files(tree: dict, errors: list[str]) -> None:
+    data = tree["data"]
+    needed = {data["messages_key"]: [{"role": "user", "content": "17+25="}, {"role": "assistant", "content": "240"}]}
+    if not data["train_files"]:
+        errors.append("data.train_files is empty; name at least one .parquet, .json or .jsonl file")
+    files = open_data_files("data.train_files", data["train_files"], needed, errors)
+    if files:
+        batch_size, most = data["train_batch_size"], data["train_max_samples"]
+        errors += check_num_rows("data.train_files", files, most, "data.train_batch_size", batch_size)
+    open_data_files("data.val_files", data["val_files"], needed, errors)
+    if tree["model"]["path"]:
+        errors += check_model_folder("model", tree["model"])
+
+
+def _below(prefix: str, reasons: Mapping[str, str]) -> dict[str, str]:
+    return {f"{prefix}.{key}": reason for key, reason in reasons.items()}
+
+
+def _changed(tree: dict, defaults: dict, reasons: Mapping[str, str]) -> list[str]:
+    return [f"{key}={get(tree, key)} ({why})" for key, why in reasons.items() if get(tree, key) != get(defaults, key)]
+
+
+def _ppo_no_effect(defaults: dict) -> dict[str, str]:
+    # What the critic copies from the actor changes with it, and is nobody's setting.
+    copied = ("ppo_mini_batch_size", "rollout_n", "use_dynamic_bsz", "ppo_epochs", "shuffle", "loss_agg_mode")
+    critic = dict.fromkeys((key for key in flatten(defaults["critic"]) if key not in copied), "there is no critic")
+    reasons = tables.PPO_NO_EFFECT | _below("critic", critic) | _below(MODEL, tables.MODEL_NO_EFFECT)
+    reasons |= _below(ROLLOUT, dict.fromkeys(tables.ROLLOUT_SERVER_ONLY, "for rollout servers"))
+    return reasons | _below(ENGINE, tables.ENGINE_NO_EFFECT)

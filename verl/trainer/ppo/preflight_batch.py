@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the layout against the world, of the batch sizes against the layout, and of what the losses allow.
+
+Each function takes the config as nested dicts and returns sentences about what is wrong; none means all is well.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.trainer.ppo.preflight_tables import LAYOUT_FIELDS
+
+
+def get(tree: Mapping, key: str) -> Any:
+    """The value at a dotted key; None if a part of the way is missing."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def near_multiples(value: int, of: int) -> str:
+    """The multiples of ``of`` around ``value``, in words."""
+    below, above = value // of * of, -(-value // of) * of
+    return f"{below} or {above}" if below else f"{above}"
+
+
+def near_divisors(value: int, of: int) -> str:
+    """The divisors of ``of`` around ``value``, in words."""
+    divisors = [number for number in range(1, of + 1) if of % number == 0]
+    below, above = [d for d in divisors if d <= value], [d for d in divisors if d > value]
+    return " or ".join(str(number) for number in (below[-1:] + above[:1]))
+
+
+def model_parallel_size(engine: Mapping) -> int:
+    """Ranks that together hold one copy of the model and one sequence: tensor * pipeline * context."""
+    return (
+        engine["tensor_model_parallel_size"] * engine["pipeline_model_parallel_size"] * engine["context_parallel_size"]
+    )
+
+
+def check_layout(engine: Mapping, path: str, world_size: int, world_words: str) -> list[str]:
+    """Whether the ranks divide into the layout, for dense parts and for experts."""
+    tp, pp, cp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context"))
+    errors = []
+    size = tp * pp * cp
+    if world_size % size:
+        errors.append(
+            f"{world_words}={world_size} ranks cannot be divided into {path}: tensor {tp} x pipeline {pp} x context "
+            f"{cp} = {size}; use {near_multiples(world_size, size)} ranks"
+        )
+    ep, etp = engine["expert_model_parallel_size"], engine["expert_tensor_parallel_size"] or tp
+    expert_size = ep * etp * pp
+    if world_size % size == 0 and world_size % expert_size:
+        errors.append(
+            f"{world_words}={world_size} ranks cannot be divided into the experts' layout of {path}: "
+            f"expert_model_parallel_size={ep} x expert_tensor_parallel_size={etp} x pipeline {pp} = {expert_size}; use "
+            f"{near_multiples(world_size, expert_size)} ranks, or expert_model_parallel_size="
+            f"{near_divisors(ep, max(1, world_size // (etp * pp)))}"
+        )
+    for name in LAYOUT_FIELDS:
+        override = engine["override_transformer_config"].get(name, engine[name])
+        if override != engine[name]:
+            errors.append(
+                f"{path}.override_transformer_config.{name}={override!r} contradicts {path}.{name}={engine[name]!r}; "
+                "set the latter only"
+            )
+    return errors
+
+
+def check_model_options(engine: Mapping, path: str, model_path: str, use_remove_padding: bool) -> list[str]:
+    """Whether packing, context parallelism and router losses go together."""
+    errors = []
+    if engine["use_remove_padding"] != use_remove_padding:
+        errors.append(
+            f"{path}.use_remove_padding={engine['use_remove_padding']} contradicts {model_path}.use_remove_padding="
+            f"{use_remove_padding}; set the latter only"
+        )
+    cp = engine["context_parallel_size"]
+    if cp > 1 and not use_remove_padding:
+        errors.append(
+            f"{model_path}.use_remove_padding=False is not supported with {path}.context_parallel_size={cp}: only "
+            f"packed sequences are split over context ranks; set {model_path}.use_remove_padding=True"
+        )
+    overrides = engine["override_transformer_config"]
+    coefficient = overrides.get("moe_aux_loss_coeff")
+    if coefficient and overrides.get("moe_router_load_balancing_type") in (None, "none"):
+        errors.append(
+            f"{path}.override_transformer_config.moe_aux_loss_coeff={coefficient} has no effect without a balancing "
+            f"type; add +{path}.override_transformer_config.moe_router_load_balancing_type=aux_loss"
+        )
+    return errors
+
+
+def check_guards(
+    engine: Mapping, path: str, model_path: str, use_remove_padding: bool, loss_agg_mode: str | None
+) -> list[str]:
+    """The two combinations with ``calculate_per_token_loss`` that are refused unless the guards are off."""
+    if not engine["override_transformer_config"].get("calculate_per_token_loss") or not engine["per_token_loss_guards"]:
+        return []
+    flag = f"{path}.override_transformer_config.calculate_per_token_loss=True"
+    lift = f"or lift the guard with {path}.per_token_loss_guards=False (docs/objective.md)"
+    errors = []
+    if loss_agg_mode == "seq-mean-token-mean":
+        errors.append(f"loss_agg_mode='seq-mean-token-mean' is refused together with {flag}; use token-mean, {lift}")
+    if not use_remove_padding:
+        errors.append(f"{model_path}.use_remove_padding=False is refused together with {flag}; set it to True, {lift}")
+    return errors
+
+
+def check_ppo_batches(tree: Mapping, dp_size: int, use_reference: bool) -> list[str]:
+    """Prompt counts, mini-batches, micro-batches and token budgets of a PPO step."""
+    actor, rollout = get(tree, "actor_rollout_ref.actor"), get(tree, "actor_rollout_ref.rollout")
+    path = "actor_rollout_ref.actor"
+    train, mini, n = get(tree, "data.train_batch_size"), actor["ppo_mini_batch_size"], rollout["n"]
+    errors = []
+    if mini > train:
+        errors.append(
+            f"data.train_batch_size={train} prompts are fewer than {path}.ppo_mini_batch_size={mini} prompts (both "
+            f"count prompts, before rollout.n={n}); use ppo_mini_batch_size={train}, or train_batch_size={mini}"
+        )
+    elif train % mini:
+        errors.append(
+            f"data.train_batch_size={train} is not divisible by {path}.ppo_mini_batch_size={mini}; use "
+            f"ppo_mini_batch_size={near_divisors(mini, train)}, or train_batch_size={near_multiples(train, mini)}"
+        )
+    rows = mini * n
+    if rows % dp_size:
+        step = next(number for number in range(1, dp_size + 1) if number * n % dp_size == 0)
+        errors.append(
+            f"{path}.ppo_mini_batch_size={mini} x actor_rollout_ref.rollout.n={n} = {rows} responses cannot be shared "
+            f"by {dp_size} data-parallel ranks; use ppo_mini_batch_size={near_multiples(mini, step)}"
+        )
+    elif not actor["use_dynamic_bsz"]:
+        errors += _check_micro_batch(actor, path, rows // dp_size)
+    errors += _check_pass(rollout, "actor_rollout_ref.rollout")
+    if use_reference:
+        errors += _check_pass(get(tree, "actor_rollout_ref.ref"), "actor_rollout_ref.ref")
+    return errors + _check_budgets(tree, use_reference)
+
+
+def _check_micro_batch(actor: Mapping, path: str, rows: int) -> list[str]:
+    micro = actor["ppo_micro_batch_size_per_gpu"]
+    if micro is None:
+        return [
+            f"{path}.ppo_micro_batch_size_per_gpu is not set while {path}.use_dynamic_bsz=False; set it to a divisor "
+            f"of {rows}, the responses of a mini-batch on one rank, or set use_dynamic_bsz=True"
+        ]
+    if rows % micro:
+        return [
+            f"{path}.ppo_micro_batch_size_per_gpu={micro} does not divide {rows}, the responses of a mini-batch on one "
+            f"data-parallel rank; use {near_divisors(micro, rows)}"
+        ]
+    engine = actor["megatron"]
+    pp, vpp = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"]
+    if vpp and rows // micro % pp:
+        return [
+            f"{path}.ppo_micro_batch_size_per_gpu={micro} makes {rows // micro} micro-batches; with virtual pipeline "
+            f"stages their number must be a multiple of {path}.megatron.pipeline_model_parallel_size={pp}"
+        ]
+    return []
+
+
+def _check_pass(section: Mapping, path: str) -> list[str]:
+    if section["log_prob_use_dynamic_bsz"] or section["log_prob_micro_batch_size_per_gpu"] is not None:
+        return []
+    return [
+        f"{path}.log_prob_micro_batch_size_per_gpu is not set while {path}.log_prob_use_dynamic_bsz=False; "
+        "set one of them"
+    ]
+
+
+def _check_budgets(tree: Mapping, use_reference: bool) -> list[str]:
+    """A prompt with its response must fit: a budget is per rank, and a sequence is split over the context ranks."""
+    prompt, response = get(tree, "data.max_prompt_length"), get(tree, "data.max_response_length")
+    actor, ref = get(tree, "actor_rollout_ref.actor"), get(tree, "actor_rollout_ref.ref")
+    rollout = get(tree, "actor_rollout_ref.rollout")
+    passes = [
+        ("actor.ppo_max_token_len_per_gpu", actor["use_dynamic_bsz"]),
+        ("rollout.log_prob_max_token_len_per_gpu", rollout["log_prob_use_dynamic_bsz"]),
+        ("ref.log_prob_max_token_len_per_gpu", use_reference and ref["log_prob_use_dynamic_bsz"]),
+    ]
+    cp, longest = actor["megatron"]["context_parallel_size"], prompt + response
+    errors = []
+    for key, is_used in passes:
+        budget = get(tree, f"actor_rollout_ref.{key}")
+        if is_used and longest > budget * cp:
+            errors.append(
+                f"actor_rollout_ref.{key}={budget} x context_parallel_size={cp} is less than the longest sequence, "
+                f"data.max_prompt_length={prompt} + data.max_response_length={response} = {longest}; use at least "
+                f"{-(-longest // cp)}"
+            )
+    for key, own in (("prompt_length", prompt), ("response_length", response)):
+        if rollout[key] != own:
+            errors.append(
+                f"actor_rollout_ref.rollout.{key}={rollout[key]} contradicts data.max_{key}={own}; set the latter only"
+            )
+    return errors
+
+
+def check_sft_batches(tree: Mapping, dp_size: int) -> list[str]:
+    """Batch, micro-batches and token budget of an SFT step."""
+    data, cp = tree["data"], get(tree, "engine.context_parallel_size")
+    batch, micro = data["train_batch_size"], data["micro_batch_size_per_gpu"]
+    budget, longest = data["max_token_len_per_gpu"], data["max_length"]
+    errors = []
+    if batch % dp_size:
+        errors.append(
+            f"data.train_batch_size={batch} cannot be shared by {dp_size} data-parallel ranks; use "
+            f"{near_multiples(batch, dp_size)}"
+        )
+    elif not data["use_dynamic_bsz"] and (batch // dp_size) % micro:
+        errors.append(
+            f"data.micro_batch_size_per_gpu={micro} does not divide {batch // dp_size}, the conversations of a batch "
+            f"on one data-parallel rank; use {near_divisors(micro, batch // dp_size)}"
+        )
+    if data["use_dynamic_bsz"] and longest > budget * cp:
+        errors.append(
+            f"data.max_token_len_per_gpu={budget} x engine.context_parallel_size={cp} is less than data.max_length="
+            f"{longest}; use at least {-(-longest // cp)}"
+        )
+    return errors

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of data files, model folder and reward file. Each returns sentences about what is wrong."""
+
+import ast
+import functools
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl.utils.config import did_you_mean
+
+# A text file is looked through only so far; parquet knows its columns and rows without being read.
+MAX_TEXT_ROWS = 20_000
+
+PROMPT_ROW = {
+    "prompt": [{"role": "user", "content": "17+25="}],
+    "data_source": "arithmetic",
+    "reward_model": {"style": "rule", "ground_truth": "240"},
+}
+
+CHAT = "a list of chat messages, each with role and content"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """What is known of a file without loading it.
+
+    ``fields`` maps each column to the names inside it (of a struct, or of a list's structs; empty for plain values).
+    ``unique(column)`` gives the distinct values of a plain column.
+    """
+
+    num_rows: int
+    fields: Mapping[str, frozenset[str]]
+    unique: Callable[[str], set]
+
+
+def open_data_file(path: Path) -> DataFile:
+    """Read the outline of a .parquet, .json or .jsonl file. Raises ``ValueError`` if it cannot be read."""
+    try:
+        if path.suffix == ".parquet":
+            return _open_parquet(path)
+        if path.suffix in (".json", ".jsonl"):
+            return _open_text(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} could not be read: {str(error).splitlines()[0]}") from error
+    raise ValueError(f"{path} is of an unknown kind; .parquet, .json and .jsonl files are read")
+
+
+def _open_parquet(path: Path) -> DataFile:
+    import pyarrow.parquet as pq
+    import pyarrow.types as types
+
+    file = pq.ParquetFile(path)
+
+    def names(kind: Any) -> frozenset[str]:
+        if types.is_list(kind) or types.is_large_list(kind):
+            kind = kind.value_type
+        return frozenset(field.name for field in kind) if types.is_struct(kind) else frozenset()
+
+    return DataFile(
+        num_rows=file.metadata.num_rows,
+        fields={field.name: names(field.type) for field in file.schema_arrow},
+        unique=lambda column: set(file.read(columns=[column]).column(column).unique().to_pylist()),
+    )
+
+
+def _open_text(path: Path) -> DataFile:
+    with path.open(encoding="utf-8") as lines:
+        if path.suffix == ".json":
+            rows = json.load(lines)
+            num_rows = len(rows)
+        else:
+            rows, num_rows = [], 0
+            for line in filter(str.strip, lines):
+                num_rows += 1
+                if num_rows <= MAX_TEXT_ROWS:
+                    rows.append(json.loads(line))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("expected one object for each row")
+
+    def names(value: Any) -> frozenset[str]:
+        value = value[0] if isinstance(value, list) and value else value
+        return frozenset(value) if isinstance(value, dict) else frozenset()
+
+    return DataFile(
+        num_rows=num_rows,
+        fields={name: names(value) for name, value in (rows[0] if rows else {}).items()},
+        unique=lambda column: {row.get(column) for row in rows},
+    )
+
+
+def as_paths(value: Any) -> list[str]:
+    """The paths of a key that takes one path, a list of them, or null."""
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+def open_data_files(key: str, value: Any, needed: Mapping[str, Any], errors: list[str]) -> list[DataFile]:
+    """Open the files of ``key`` and check their columns.
+
+    Args:
+        key: the config key.
+        value: a path, a list of paths, or None.
+        needed: an example row; a list of dicts or a dict in it must be one in the file, with the same names inside.
+        errors: takes what is wrong.
+    """
+    files = []
+    for name in as_paths(value):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            errors.append(f"{key}: {path} does not exist{_nearest_file(path)}")
+            continue
+        try:
+            file = open_data_file(path)
+        except ValueError as error:
+            errors.append(f"{key}: {error}")
+            continue
+        files.append(file)
+        errors += _check_columns(f"{key}: {path}", file, needed)
+    return files
+
+
+def _check_columns(where: str, file: DataFile, needed: Mapping[str, Any]) -> list[str]:
+    if not file.num_rows:
+        return [f"{where} holds no rows"]
+    example = f"a row must look like {json.dumps(needed)}"
+    missing = [column for column in needed if column not in file.fields]
+    if missing:
+        hint = did_you_mean(missing[0], file.fields)
+        return [
+            f"{where} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(file.fields)}.{hint} "
+            f"In full, {example}"
+        ]
+    for column, value in needed.items():
+        inner = value[0] if isinstance(value, list) else value
+        required = {"ground_truth"} if "ground_truth" in inner else set(inner) if isinstance(inner, dict) else set()
+        if required - file.fields[column]:
+            return [f"{where}: column {column!r} must hold {', '.join(sorted(required))}; {example}"]
+    return []
+
+
+def _nearest_file(path: Path) -> str:
+    parent = path.parent
+    if not parent.is_dir():
+        return f" (nor does its folder {parent})" if str(parent) != "." else ""
+    near = did_you_mean(path.name, [entry.name for entry in parent.iterdir()])
+    return f".{near}" if near else ""
+
+
+def check_num_rows(key: str, files: Iterable[DataFile], max_samples: int, batch_key: str, batch_size: int) -> list[str]:
+    """Whether the files hold at least one batch."""
+    num_rows = sum(file.num_rows for file in files)
+    if 0 <= max_samples < num_rows:
+        num_rows = max_samples
+    if num_rows >= batch_size:
+        return []
+    return [
+        f"{key} holds {num_rows} rows, fewer than {batch_key}={batch_size}; use {batch_key}={num_rows} or more data"
+    ]
+
+
+def check_data_sources(key: str, column: str, files: Iterable[DataFile]) -> list[str]:
+    """Whether there is a reward rule for every data source in the files."""
+    from verl.utils.reward_score import is_known_data_source, known_data_sources
+
+    try:
+        sources = set().union(*(file.unique(column) for file in files if column in file.fields))
+    except (TypeError, NotImplementedError):
+        return [f"{key}: column {column!r} must hold text, the name of each row's data source"]
+    return [
+        f"{key}: there is no reward rule for {column}={source!r}; known are {', '.join(known_data_sources())}."
+        f"{did_you_mean(str(source), known_data_sources())} For your own rule set reward.custom_reward_function.path"
+        for source in sorted(sources, key=str)
+        if not is_known_data_source(source)
+    ]
+
+
+def check_reward_file(path: str, name: str) -> list[str]:
+    """Whether the file of a custom reward function is there and defines it; the file is parsed, not run."""
+    key, file = "reward.custom_reward_function", Path(path).expanduser()
+    if not file.is_file():
+        return [f"{key}.path={path} does not exist{_nearest_file(file)}"]
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (SyntaxError, ValueError) as error:
+        return [f"{key}.path={path} is not a Python file: {error}"]
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            return []
+    if name in names or "*" in names:
+        return []
+    defined = ", ".join(sorted(names)) or "nothing"
+    return [f"{key}.name={name} is not defined in {path}; it defines {defined}.{did_you_mean(name, names)}"]
+
+
+def check_model_folder(path: str, model: Mapping[str, Any]) -> list[str]:
+    """Whether a Hugging Face folder holds a config, all its weights and a tokenizer.
+
+    Args:
+        path: the key of the model's node, for instance "actor_rollout_ref.model".
+        model: the node.
+    """
+    folder = Path(model["path"]).expanduser()
+    if not folder.is_dir():
+        if _is_hub_name(model["path"]) and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+            return []
+        return [f"{path}.path={model['path']} is not a folder{_nearest_file(folder)}"]
+    errors = []
+    config = Path(model["hf_config_path"] or folder).expanduser() / "config.json"
+    if not config.is_file():
+        errors.append(f"{path}.path={folder} is no Hugging Face model: it has no config.json")
+    else:
+        errors += _check_architecture(path, config)
+    if problem := _weights_problem(folder):
+        errors.append(f"{path}.path={folder} {problem}")
+    tokenizer = Path(model["tokenizer_path"] or folder).expanduser()
+    needed = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((tokenizer / name).is_file() for name in needed) and not _is_hub_name(str(model["tokenizer_path"])):
+        errors.append(
+            f"{path}.path={tokenizer} has no tokenizer (no {' or '.join(needed[:3])}); put one there, or set "
+            f"{path}.tokenizer_path to a folder that has one"
+        )
+    return errors
+
+
+def _is_hub_name(path: str) -> bool:
+    """Whether a path that is no folder reads like ORGANISATION/MODEL on the Hugging Face hub."""
+    return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path.split("/")[0]).exists()
+
+
+def _weights_problem(folder: Path) -> str:
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            try:
+                shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
+            except (ValueError, KeyError) as error:
+                return f"has an index {index} that cannot be read: {error!r}"
+            missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+            return f"lacks {len(missing)} of the files that {index} names, among them {missing[0]}" if missing else ""
+    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return ""
+    return "has no weights (*.safetensors)"
+
+
+def _check_architecture(path: str, config: Path) -> list[str]:
+    try:
+        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
+    except (ValueError, AttributeError) as error:
+        return [f"{path}.path: {config} cannot be read: {error}"]
+    if not architectures:
+        return [f'{path}.path: {config} names no architectures, for instance ["Qwen3MoeForCausalLM"]']
+    known = supported_architectures()
+    if known and architectures[0] not in known:
+        return [
+            f"{path}.path: {config} asks for {architectures[0]}, which megatron-bridge cannot load."
+            f"{did_you_mean(architectures[0], known)} It loads {', '.join(sorted(known))}"
+        ]
+    return []
+
+
+@functools.cache
+def supported_architectures() -> frozenset[str]:
+    """Hugging Face architectures that the installed megatron-bridge registers; empty if that cannot be told.
+
+    Read from its source text: importing it takes many seconds and loads torch.
+    """
+    try:
+        spec = find_spec("megatron.bridge")
+    except ImportError:
+        return frozenset()
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    names: set[str] = set()
+    for file in Path(spec.submodule_search_locations[0]).glob("models/**/*bridge*.py"):
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        constants = dict(re.findall(r"^(\w+) = [\"'](\w+)[\"']$", text, re.MULTILINE))
+        found = re.findall(r"register_bridge\(\s*source=[\"']?(\w+)", text)
+        names |= {constants.get(name, name) for name in found}
+    return frozenset(names)

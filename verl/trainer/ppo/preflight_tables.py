@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which config keys are refused away from their default, which have no effect, and which were moved.
+
+The rule: a key that would change results and is not supported is refused by name. One that only tunes speed or memory
+is accepted, so that verl's scripts run, and named in one log line when it is set.
+"""
+
+ENGINES = {"ppo_trainer": ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron")}
+
+# Key below a node -> (the only value that is supported, what to do instead).
+ENGINE_REFUSED = {
+    "use_dist_checkpointing": (False, "weights are read from the Hugging Face folder in model.path"),
+    "use_megatron_fsdp": (False, "use_distributed_optimizer=True shards the optimizer's state"),
+    "override_mcore_model_config": ({}, "put the model's fields in override_transformer_config"),
+    "router_replay.mode": ("disabled", "recorded expert choices are not replayed"),
+}
+
+ENGINE_NO_EFFECT = {
+    "use_mbridge": "weights always go through megatron-bridge",
+    "vanilla_mbridge": "weights always go through megatron-bridge",
+    "dist_checkpointing_path": "weights are read from the Hugging Face folder in model.path",
+}
+
+MODEL_REFUSED = {
+    "lora.rank": (0, "low-rank adapters are not supported"),
+    "mtp.enable": (False, "multi-token prediction layers are not supported yet"),
+    "mtp.enable_train": (False, "multi-token prediction layers are not supported yet"),
+    "mtp.enable_rollout": (False, "multi-token prediction layers are not supported yet"),
+}
+
+MODEL_NO_EFFECT = {
+    "use_fused_kernels": "log-probs are computed in chunks of tokens, without a fused kernel",
+    "enable_gradient_checkpointing": "set recomputation by override_transformer_config.recompute_*",
+    "mtp.detach_encoder": "there are no multi-token prediction layers",
+    "mtp.mtp_loss_scaling_factor": "there are no multi-token prediction layers",
+}
+
+CHECKPOINT_REFUSED = {"async_save": (False, "checkpoints are written before training goes on")}
+
+PPO_REFUSED = {
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": (False, "expert choices are not recorded"),
+    "critic.enable": (None, "there is no critic yet; adv_estimator=grpo does without"),
+    "trainer.critic_warmup": (0, "there is no critic yet"),
+    "reward_model.reward_manager": (None, "the key is reward.reward_manager.name"),
+    "reward_model.reward_kwargs": ({}, "the key is reward.reward_kwargs"),
+    "custom_reward_function.path": (None, "the key is reward.custom_reward_function.path"),
+    "custom_reward_function.name": (None, "the key is reward.custom_reward_function.name"),
+}
+
+PPO_NO_EFFECT = {
+    "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
+    "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
+    "data.return_raw_chat": "the chat messages are always kept",
+    "trainer.max_critic_ckpt_to_keep": "there is no critic",
+}
+
+# Keys below actor_rollout_ref.rollout that only a rollout server reads.
+ROLLOUT_SERVER_ONLY = (
+    "mode",
+    "gpu_memory_utilization",
+    "tensor_model_parallel_size",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enforce_eager",
+    "free_cache_engine",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "engine_kwargs",
+    "checkpoint_engine.update_weights_bucket_megabytes",
+)
+
+SFT_REFUSED = {"data.pad_mode": ("no_padding", "rows are packed without padding")}
+
+# Full key or last part -> advice; {parent} is the group the key was written in.
+MOVED = {
+    "trainer.max_ckpt_to_keep": "use trainer.max_actor_ckpt_to_keep and trainer.max_critic_ckpt_to_keep",
+    "trainer.max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
+    "actor_rollout_ref.actor.model_engine": "use model_engine, at the top",
+    "ppo_micro_batch_size": "use {parent}.ppo_micro_batch_size_per_gpu, which counts on one rank",
+    "log_prob_micro_batch_size": "use {parent}.log_prob_micro_batch_size_per_gpu, which counts on one rank",
+    "grad_clip": "use {parent}.optim.clip_grad",
+    "fsdp_config": "model_engine=megatron takes its layout from {parent}.megatron",
+    "ulysses_sequence_parallel_size": "use {parent}.megatron.context_parallel_size",
+}
+
+# Estimators of verl that need a critic.
+NEEDS_CRITIC = ("gae",)
+
+# Keys that must be whole numbers of at least 1; null is allowed where the default is null.
+AT_LEAST_ONE = {
+    "ppo_trainer": (
+        "data.train_batch_size",
+        "data.val_batch_size",
+        "data.max_prompt_length",
+        "data.max_response_length",
+        "data.filter_overlong_prompts_workers",
+        "actor_rollout_ref.nccl_timeout",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.total_epochs",
+        "trainer.total_training_steps",
+        "trainer.ray_wait_register_center_timeout",
+        "trainer.max_actor_ckpt_to_keep",
+    ),
+    "sft_trainer_engine": (
+        "data.train_batch_size",
+        "data.micro_batch_size_per_gpu",
+        "data.max_token_len_per_gpu",
+        "data.max_length",
+        "trainer.nnodes",
+        "trainer.n_gpus_per_node",
+        "trainer.total_epochs",
+        "trainer.total_training_steps",
+        "trainer.max_ckpt_to_keep",
+    ),
+}
+
+# Keys that take one of a few words.
+ONE_OF = {
+    "ppo_trainer": {
+        "actor_rollout_ref.rollout.name": ("hf",),
+        "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
+        "data.truncation": ("error", "left", "right", "middle"),
+        "reward.reward_manager.name": ("naive",),
+        "trainer.device": (None, "cuda", "npu", "cpu"),
+        "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    },
+    "sft_trainer_engine": {
+        "data.truncation": ("error", "left", "right", "middle"),
+        "trainer.device": (None, "cuda", "npu", "cpu"),
+        "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    },
+}
+
+_SIZES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+
+# Keys that something is divided by, or that are multiplied into such a number.
+DIVISORS = {
+    "ppo_trainer": (
+        *AT_LEAST_ONE["ppo_trainer"],
+        *(f"actor_rollout_ref.actor.megatron.{name}_parallel_size" for name in _SIZES),
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        "actor_rollout_ref.rollout.n",
+    ),
+    "sft_trainer_engine": (
+        *AT_LEAST_ONE["sft_trainer_engine"],
+        *(f"engine.{name}_parallel_size" for name in _SIZES),
+    ),
+}
+
+LOGGERS = ("console", "tensorboard", "file", "wandb")
+
+# Fields of the transformer that belong to the layout and are set beside override_transformer_config.
+LAYOUT_FIELDS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+)
