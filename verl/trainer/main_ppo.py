@@ -8,45 +8,47 @@ or joins the cluster that ``ray_kwargs.ray_init.address`` or ``RAY_ADDRESS`` nam
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.ppo.preflight import run_hydra, validate_ppo_config
+from verl.utils.device import DEVICE_ENV
 
 RAY_START_TIMEOUT_S = 180.0
 
 
 def main() -> None:
     """Read the command line, check it, train; exits non-zero on any failure."""
-    run_hydra(run_ppo, "ppo_trainer")
+    run_hydra(prepare, "ppo_trainer")
 
 
-def run_ppo(config: DictConfig) -> None:
-    """Train with ``config``, with Ray running for that long.
+def prepare(config: DictConfig) -> Callable[[], None]:
+    """Check ``config``, open the data, start Ray; returns the training, a function of no arguments.
 
     Raises:
-        ValueError: the configuration, the data or the surroundings are not fit; nothing was started then.
+        ValueError: the configuration, the data or the cluster are not fit; Ray is not left running.
     """
-    _refuse_torchrun()
     validate_ppo_config(config)
+    if config.trainer.device == "cpu":
+        os.environ[DEVICE_ENV] = "cpu"
     runner = TaskRunner(config)
     start_ray(config)
-    import ray
-
     try:
-        runner.run()
-    finally:
-        ray.shutdown()
+        runner.build_trainer()
+    except BaseException:
+        stop_ray()
+        raise
 
+    def train() -> None:
+        try:
+            runner.run()
+        finally:
+            stop_ray()
 
-def _refuse_torchrun() -> None:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ValueError(
-            "verl.trainer.main_ppo starts its own workers through Ray and cannot run under torchrun; "
-            "use: python3 -m verl.trainer.main_ppo ..."
-        )
+    return train
 
 
 @contextmanager
@@ -94,6 +96,13 @@ def start_ray(config: DictConfig) -> None:
         ray.init(**kwargs)
 
 
+def stop_ray() -> None:
+    """Leave Ray; what this process started is ended."""
+    import ray
+
+    ray.shutdown()
+
+
 def create_rl_dataset(data_files: Any, config: DictConfig, tokenizer: Any, max_samples: int = -1) -> Any:
     """Open prompt data.
 
@@ -109,10 +118,13 @@ def create_rl_dataset(data_files: Any, config: DictConfig, tokenizer: Any, max_s
 
 
 class TaskRunner:
-    """The parts of one run. Making it opens tokenizer, data and rewards; `run` needs Ray.
+    """The parts of one run: making it opens tokenizer, data and rewards, `build_trainer` and `run` need Ray.
 
     Args:
         config: the checked ``ppo_trainer`` tree.
+
+    Raises:
+        ValueError: data, tokenizer or reward function cannot be used.
     """
 
     def __init__(self, config: DictConfig):
@@ -127,39 +139,48 @@ class TaskRunner:
         if data.val_files:
             self.val_dataset = create_rl_dataset(data.val_files, data, self.tokenizer, data.val_max_samples)
         self.reward_fn = load_reward_manager(config, self.tokenizer)
+        self.trainer: Any = None
 
-    def run(self) -> dict[str, float]:
-        """Start the workers and train; returns the last metrics."""
+    def build_trainer(self) -> Any:
+        """Make the trainer, without its workers; asks the cluster whether they would fit.
+
+        Raises:
+            ValueError: they do not fit, the data are smaller than a batch, or there is no such checkpoint.
+        """
         import ray
 
-        from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
+        from verl.single_controller.ray import ResourcePoolManager
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.utils import Role
         from verl.utils.dataset.rl_dataset import collate_fn
         from verl.workers.engine_workers import ActorRolloutRefWorker
 
-        config = self.config
+        trainer = self.config.trainer
         worker = ray.remote(ActorRolloutRefWorker)
         roles = {Role.ActorRollout: worker, Role.ActorRolloutRef: worker}
         pools = ResourcePoolManager(
-            resource_pool_spec={"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes},
+            resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
             mapping=dict.fromkeys(roles, "global_pool"),
-            num_cpus_per_worker=config.trainer.num_cpus_per_worker,
+            num_cpus_per_worker=trainer.num_cpus_per_worker,
         )
-        trainer = RayPPOTrainer(
-            config=config,
+        pools.create_resource_pool()
+        self.trainer = RayPPOTrainer(
+            config=self.config,
             tokenizer=self.tokenizer,
             role_worker_mapping=roles,
             resource_pool_manager=pools,
-            ray_worker_group_cls=RayWorkerGroup,
             reward_fn=self.reward_fn,
             val_reward_fn=self.reward_fn,
             train_dataset=self.train_dataset,
             val_dataset=self.val_dataset,
             collate_fn=collate_fn,
         )
-        trainer.init_workers()
-        return trainer.fit()
+        return self.trainer
+
+    def run(self) -> dict[str, float]:
+        """Start the workers and train; returns the last metrics."""
+        self.trainer.init_workers()
+        return self.trainer.fit()
 
 
 if __name__ == "__main__":

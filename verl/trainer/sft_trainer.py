@@ -15,30 +15,35 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.ppo.preflight import run_hydra, validate_sft_config
+from verl.utils.device import DEVICE_ENV
 
 CONFIG_NAME = "sft_trainer_engine"
 
 
 def main() -> None:
     """Read the command line, check it, train; exits non-zero on any failure."""
-    run_hydra(run_sft, CONFIG_NAME)
+    run_hydra(prepare, CONFIG_NAME)
 
 
-def run_sft(config: DictConfig) -> None:
-    """Train with ``config`` in this process, or in the ranks it asks for.
+def prepare(config: DictConfig) -> Callable[[], None]:
+    """Check ``config`` and, in the process that trains, open the data; returns the training.
 
     Raises:
         ValueError: the configuration or the data are not fit for training.
     """
     validate_sft_config(config)
-    under_launcher = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    num_nodes = config.trainer.nnodes
-    if num_nodes > 1 and not under_launcher:
-        raise ValueError(f"trainer.nnodes={num_nodes} needs torchrun on every node; without it use trainer.nnodes=1")
-    if not under_launcher and config.trainer.n_gpus_per_node > 1:
-        launch_ranks(config.trainer.n_gpus_per_node, sys.argv[1:])
-        return
-    SFTTrainer(config).fit()
+    if config.trainer.device == "cpu":
+        os.environ[DEVICE_ENV] = "cpu"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return SFTTrainer(config).fit
+    trainer = config.trainer
+    if trainer.nnodes > 1:
+        raise ValueError(
+            f"trainer.nnodes={trainer.nnodes} needs torchrun on every node; without it use trainer.nnodes=1"
+        )
+    if trainer.n_gpus_per_node > 1:
+        return functools.partial(launch_ranks, trainer.n_gpus_per_node, sys.argv[1:])
+    return SFTTrainer(config).fit
 
 
 def launch_ranks(num_ranks: int, arguments: list[str]) -> None:
@@ -76,23 +81,23 @@ def launch_ranks(num_ranks: int, arguments: list[str]) -> None:
 
 
 class SFTTrainer:
-    """One rank of the training.
+    """One rank of the training. Making it opens the data, `fit` builds the model and trains.
 
     Args:
         config: the checked ``sft_trainer_engine`` tree.
+
+    Raises:
+        ValueError: data or tokenizer cannot be used, or there is no such checkpoint to resume from.
     """
 
     def __init__(self, config: DictConfig):
-        import torch
-
         from verl.utils.checkpoint_folder import CheckpointFolder
         from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
         from verl.utils.resumable_loader import resolve_total_steps
         from verl.utils.tokenizer import hf_tokenizer
 
-        self.torch = torch
         self.config = config
-        data, model = config.data, config.model
+        data, model, trainer = config.data, config.model, config.trainer
         tokenizer = hf_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code)
         open_data = functools.partial(MultiTurnSFTDataset, tokenizer=tokenizer, config=data)
         self.train_dataset = open_data(parquet_files=data.train_files, max_samples=data.train_max_samples)
@@ -100,17 +105,20 @@ class SFTTrainer:
         if data.val_files:
             self.val_dataset = open_data(parquet_files=data.val_files, max_samples=data.val_max_samples)
         self.collate = SFTTensorCollator(data.pad_mode)
-        self.total_steps = resolve_total_steps(
-            max(1, len(self.train_dataset) // data.train_batch_size),
-            config.trainer.total_epochs,
-            config.trainer.total_training_steps,
-        )
+        steps_per_epoch = max(1, len(self.train_dataset) // data.train_batch_size)
+        self.total_steps = resolve_total_steps(steps_per_epoch, trainer.total_epochs, trainer.total_training_steps)
+        self.checkpoints = CheckpointFolder(trainer.default_local_dir, trainer.max_ckpt_to_keep)
+        self.resume_source = self.checkpoints.resume_from(trainer.resume_mode, trainer.resume_from_path)
+        self.step = 0
+
+    def build(self) -> None:
+        """Build the model on this rank and take its part of the data. Collective."""
         self.worker = self._build_worker()
         engine = self.worker.engine
         self.dp_rank, self.dp_size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
         self.loader = self._build_loader()
-        self.checkpoints = CheckpointFolder(config.trainer.default_local_dir, config.trainer.max_ckpt_to_keep)
-        self.step = 0
+        if self.resume_source is not None:
+            self._load(self.resume_source)
 
     def _build_worker(self) -> Any:
         from verl.utils.config import omega_conf_to_dataclass
@@ -119,7 +127,7 @@ class SFTTrainer:
         from verl.workers.utils.losses import sft_loss
 
         config = self.config
-        OmegaConf.update(config, "optim.total_training_steps", self.total_steps, force_add=True)
+        config.optim.total_training_steps = self.total_steps
         worker = TrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
@@ -155,10 +163,8 @@ class SFTTrainer:
         from verl.utils.progress import TrainingProgress
         from verl.utils.tracking import Tracking
 
+        self.build()
         trainer = self.config.trainer
-        source = self.checkpoints.resume_from(trainer.resume_mode, trainer.resume_from_path)
-        if source is not None:
-            self._load(source)
         if not self.is_first_rank:
             self._loop(lambda metrics: None)
             return
@@ -224,6 +230,7 @@ class SFTTrainer:
         output = self.worker.train_batch(batch)
         metrics = reduce_metrics(tu.get_non_tensor_data(output, "metrics", None) or {}) if output is not None else {}
         seconds = perf_counter() - start
+        metrics.pop("worker_seconds", None)
         named = {f"train/{name.rsplit('/', 1)[-1]}": value for name, value in metrics.items()}
         return named | {
             "train/global_tokens": num_tokens,
@@ -237,14 +244,13 @@ class SFTTrainer:
         return self._sum_over_world(value) / (self.worker.world_size // self.dp_size)
 
     def _sum_over_world(self, *values: float) -> Any:
+        import torch
         import torch.distributed as dist
 
         from verl.utils.device import get_device_id, get_device_name
 
-        if self.worker.world_size == 1:
-            return values[0] if len(values) == 1 else list(values)
         device = "cpu" if dist.get_backend() == "gloo" else f"{get_device_name()}:{get_device_id()}"
-        packed = self.torch.tensor(values, dtype=self.torch.float64, device=device)
+        packed = torch.tensor(values, dtype=self.torch.float64, device=device)
         dist.all_reduce(packed)
         return packed.item() if len(values) == 1 else packed.tolist()
 
@@ -273,20 +279,25 @@ class SFTTrainer:
     def _val_rows(self, rows_per_rank: int) -> Iterator[tuple[list[int], int]]:
         """(row numbers of a batch of this rank, how many of them count); all ranks get equally many rows.
 
-        Ranks that run out of rows repeat row 0, which does not count: the engine's collectives need every rank.
+        What is missing to whole micro-batches on every rank is filled with row 0, which does not count: the engine's
+        collectives need every rank.
         """
-        num_rows = len(self.val_dataset)
+        data, num_rows = self.config.data, len(self.val_dataset)
         for start in range(0, num_rows, rows_per_rank * self.dp_size):
             whole = min(rows_per_rank * self.dp_size, num_rows - start)
             share = -(-whole // self.dp_size)
             mine = list(range(start + self.dp_rank * share, min(start + (self.dp_rank + 1) * share, start + whole)))
-            yield mine + [0] * (share - len(mine)), len(mine)
+            micro = 1 if data.use_dynamic_bsz else data.micro_batch_size_per_gpu
+            padded = -(-share // micro) * micro
+            yield mine + [0] * (padded - len(mine)), len(mine)
 
     def _barrier(self) -> None:
         self._sum_over_world(0.0)
 
     def _save(self) -> None:
         """Write a checkpoint with all ranks; it counts as complete when every rank has written its part."""
+        import torch
+
         folder = self.checkpoints.incomplete_path(self.step)
         if self.is_first_rank:
             self.checkpoints.begin(self.step)
@@ -296,17 +307,19 @@ class SFTTrainer:
         if "hf_model" in contents or self.step == self.total_steps:
             self.worker.export_hf(os.path.join(folder, "huggingface"))
         if self.is_first_rank:
-            self.torch.save({"step": self.step, "loader": self.loader.state_dict()}, os.path.join(folder, "data.pt"))
+            torch.save({"step": self.step, "loader": self.loader.state_dict()}, os.path.join(folder, "data.pt"))
         self._barrier()
         if self.is_first_rank:
             self.checkpoints.commit(self.step)
         self._barrier()
 
     def _load(self, source: str) -> None:
+        import torch
+
         path = os.path.join(source, "data.pt")
         if not os.path.exists(path):
             raise ValueError(f"{source} is no complete checkpoint: data.pt is missing")
-        state = self.torch.load(path, weights_only=True)
+        state = torch.load(path, weights_only=True)
         self.loader.load_state_dict(state["loader"])
         self.worker.load_checkpoint(source)
         self.step = state["step"]

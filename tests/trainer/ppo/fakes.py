@@ -69,6 +69,7 @@ class FakeWorkerGroup:
 
     def update_weights(self, global_steps=None):
         self.calls.append("update_weights")
+        return [0.0] * self.world_size
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         assert len(prompts) % self.world_size == 0

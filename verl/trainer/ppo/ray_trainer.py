@@ -138,6 +138,7 @@ class RayPPOTrainer:
         algorithm = config.algorithm
         self.kl_ctrl_in_reward = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
         self.checkpoints = CheckpointFolder(config.trainer.default_local_dir, config.trainer.max_actor_ckpt_to_keep)
+        self.resume_source = self.checkpoints.resume_from(config.trainer.resume_mode, config.trainer.resume_from_path)
         self.train_dataloader = ResumableLoader(
             train_dataset,
             config.data.train_batch_size,
@@ -161,7 +162,8 @@ class RayPPOTrainer:
         """Start the worker group and build the models in it."""
         role = Role.ActorRolloutRef if self.use_reference_policy else Role.ActorRollout
         worker_cls = self.role_worker_mapping.get(role) or self.role_worker_mapping[Role.ActorRollout]
-        self.resource_pool_manager.create_resource_pool()
+        if not self.resource_pool_manager.resource_pool_dict:
+            self.resource_pool_manager.create_resource_pool()
         self.actor_rollout_wg = self.ray_worker_group_cls(
             resource_pool=self.resource_pool_manager.get_resource_pool(Role.ActorRollout),
             ray_cls_with_init=RayClassWithInitArgs(worker_cls, config=self.config.actor_rollout_ref, role=str(role)),
@@ -189,7 +191,7 @@ class RayPPOTrainer:
 
     def _fit(self, tracker: Tracking) -> dict[str, float]:
         trainer = self.config.trainer
-        source = self.checkpoints.resume_from(trainer.resume_mode, trainer.resume_from_path)
+        source = self.resume_source
         if source is not None:
             self.global_steps = load_checkpoint(
                 source, self.actor_rollout_wg, self.train_dataloader, self.kl_ctrl_in_reward
@@ -264,8 +266,8 @@ class RayPPOTrainer:
         with timer.phase("adv"):
             metrics |= self._advantages(batch)
         metrics |= self._update_actor(batch, data, timer)
-        with timer.worker_call("update_weights"):
-            self.actor_rollout_wg.update_weights(global_steps=self.global_steps + 1)
+        with timer.worker_call("update_weights") as seconds:
+            seconds.append(max(self.actor_rollout_wg.update_weights(global_steps=self.global_steps + 1)))
         return batch, metrics
 
     def _rollout_meta(self) -> dict[str, Any]:
