@@ -59,13 +59,9 @@ def score_with_transformers(model_folder: Path, data_file: Path, batch_size: int
         part = rows[start : start + batch_size]
         texts = [tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in part]
         inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs.pop("token_type_ids", None)
         with torch.no_grad():
-            output = model.generate(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs["attention_mask"],
-                do_sample=False,
-                max_new_tokens=4,
-            )
+            output = model.generate(**inputs, do_sample=False, max_new_tokens=4)
         answers = output[:, inputs["input_ids"].shape[1] :].tolist()
         for row, answer in zip(part, answers, strict=True):
             ended = tokenizer.eos_token_id in answer

@@ -51,7 +51,7 @@ def test_advantages_reach_the_update_with_the_rows_they_belong_to(tmp_path):
     trainer = make_trainer(tmp_path)
     batch, metrics = _step(trainer)
     update = trainer.actor_rollout_wg.updates[0]
-    # Scores are 1, 2, 3 in every group: advantages -1, 0, 1 over the response of 1, 2, 3 tokens, whatever the row order.
+    # Scores are 1, 2, 3 in every group: advantages -1, 0, 1 over the response, in any order of rows.
     lengths = update["response_mask"].sum(-1)
     expected = (lengths - 2).float()[:, None] * update["response_mask"]
     assert torch.allclose(update["advantages"], expected, atol=1e-5)
