@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 _NEED_ACCELERATOR = (
     "apply_rope_fusion bias_activation_fusion bias_dropout_fusion cross_entropy_loss_fusion "
-    "gradient_accumulation_fusion masked_softmax_fusion moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
+    "gradient_accumulation_fusion masked_softmax_fusion "
+    "moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
 ).split()
 _AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
