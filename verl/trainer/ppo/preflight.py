@@ -147,6 +147,7 @@ def validate_sft_config(config: DictConfig, env: Mapping[str, str] | None = None
         _check_sft_files(tree, errors)
     _refuse_all(errors)
     reasons = _below("engine", tables.ENGINE_NO_EFFECT) | _below("model", tables.MODEL_NO_EFFECT)
+    reasons |= tables.SFT_NO_EFFECT
     _log_no_effect(_changed(tree, defaults, reasons))
 
 

@@ -71,6 +71,8 @@ ROLLOUT_SERVER_ONLY = (
     "checkpoint_engine.update_weights_bucket_megabytes",
 )
 
+SFT_NO_EFFECT = {"data.ignore_input_ids_mismatch": "a conversation is always templated as a whole"}
+
 SFT_REFUSED = {"data.pad_mode": ("no_padding", "rows are packed without padding")}
 
 # Full key or last part -> advice; {parent} is the group the key was written in.
