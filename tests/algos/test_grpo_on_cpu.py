@@ -60,6 +60,15 @@ def test_rewards_that_differ_in_the_sixth_digit_keep_their_advantage(dtype, tole
     assert result == pytest.approx([-0.6195, 0.6195, -0.6195, 0.6195], abs=tolerance)
 
 
+def test_float32_rewards_are_treated_in_float64():
+    rewards = torch.randn(32, 200, generator=torch.Generator().manual_seed(0)) + 100.0
+    mask, labels = torch.ones(rewards.shape), uids(*"abcd" * 8)
+    single, _ = compute_grpo_outcome_advantage(rewards, mask, labels)
+    double, _ = compute_grpo_outcome_advantage(rewards.double(), mask, labels)
+    assert single.dtype == torch.float32
+    assert torch.equal(single, double.float())
+
+
 def test_group_of_one_keeps_its_reward():
     assert grpo([3.0, 1.0, 2.0], "abb")[0] == pytest.approx(3.0 / (1 + EPSILON), rel=1e-14)
     assert grpo([3.0, 1.0, 2.0], "abb", norm_adv_by_std_in_grpo=False) == [3.0, -0.5, 0.5]
