@@ -244,13 +244,11 @@ class SFTTrainer:
         return self._sum_over_world(value) / (self.worker.world_size // self.dp_size)
 
     def _sum_over_world(self, *values: float) -> Any:
+        """Sums over all ranks, on the host: every backend that `Worker.init_distributed` chooses has gloo for it."""
         import torch
         import torch.distributed as dist
 
-        from verl.utils.device import get_device_id, get_device_name
-
-        device = "cpu" if dist.get_backend() == "gloo" else f"{get_device_name()}:{get_device_id()}"
-        packed = torch.tensor(values, dtype=self.torch.float64, device=device)
+        packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
         return packed.item() if len(values) == 1 else packed.tolist()
 
