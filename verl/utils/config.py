@@ -122,9 +122,14 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
 def compose_config(config_name: str, overrides: Iterable[str] = ()) -> DictConfig:
     """Compose a shipped config from a command line's ``key=value``; usable inside and outside a running hydra job."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
 
-    with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-        return compose(config_name, overrides=list(overrides))
+    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
+            return compose(config_name, overrides=list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 @functools.cache
@@ -170,11 +175,12 @@ def explain_hydra_error(error: Exception, config_name: str, moved: Mapping[str, 
     if group:
         known = ", ".join((group.group(3) or "").split()) or "none"
         return f"{group.group(1)}={group.group(2)} is not available; choose one of: {known}."
-    # Interpolation errors carry the key; parse errors carry the argument in their first line.
-    first_lines = [line.strip() for line in text.splitlines() if line.strip() and "hydra.cc" not in line]
-    full_key = getattr(error, "full_key", None)
-    where = f"{full_key}: " if full_key else ""
-    return f"{where}{'; '.join(first_lines[:2])}".rstrip(".") + "."
+    # Interpolation errors say the key below; parse errors say the argument in their first line.
+    full_key = re.search(r"full_key: (\S+)", text)
+    said = [
+        line.strip() for line in text.splitlines() if line.strip() and not re.search(r"hydra\.cc|_(key|type)[:=]", line)
+    ]
+    return f"{f'{full_key.group(1)}: ' if full_key else ''}{'; '.join(said[:2])}."
 
 
 def explain_unknown_key(key: str, config_name: str, moved: Mapping[str, str] | None = None) -> str:
