@@ -82,12 +82,16 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
     import hydra
     from hydra.errors import HydraException
 
-    started = []
+    refusals: list[str] = []
 
     @functools.wraps(prepare)
     def job(config: DictConfig) -> Any:
-        start = prepare(config)
-        started.append(True)
+        try:
+            start = prepare(config)
+        except ValueError as error:
+            # Not raised through hydra, which would put its own lines around the sentence.
+            refusals.append(str(error))
+            return None
         return start() if start is not None else None
 
     # Hydra names the job's log after the module the job comes from.
@@ -98,14 +102,10 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(job)()
-    except (HydraException, OmegaConfBaseException) as error:
-        if started:
-            raise
+    except HydraException as error:
         _refuse(explain_hydra_error(error, config_name, tables.MOVED))
-    except ValueError as error:
-        if started:
-            raise
-        _refuse(str(error))
+    if refusals:
+        _refuse("\n".join(refusals))
 
 
 def _refuse(reason: str) -> None:
@@ -173,9 +173,9 @@ def _check_not_torchrun(env: Mapping[str, str]) -> list[str]:
 
 def _read(config: DictConfig, config_name: str, errors: list[str]) -> tuple[dict, dict, set[str]]:
     """The config and the shipped one as nested dicts, and the keys that are unknown, gone or of another type."""
-    for key in sorted(OmegaConf.missing_keys(config)):
-        errors.append(f"{key} must be set{_choices(config_name, key)}")
     try:
+        for key in sorted(OmegaConf.missing_keys(config)):
+            errors.append(f"{key} must be set{_choices(config_name, key)}")
         tree = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError("\n".join([*errors, explain_hydra_error(error, config_name, tables.MOVED)])) from error
@@ -296,6 +296,8 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
         errors.append(f"{names}: the reward manager 'naive' has no use for it; leave it out")
     if _all_positive(tree, tables.DIVISORS["ppo_trainer"]):
         _check_ppo_layout(tree, errors)
+    # What the reference model copies from the actor is wrong once, not twice.
+    errors[:] = [error for error in errors if error.replace(f"{REF}.", f"{ACTOR}.") not in errors or REF not in error]
 
 
 def _check_estimator(tree: dict, errors: list[str]) -> None:
