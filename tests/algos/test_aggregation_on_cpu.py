@@ -172,7 +172,7 @@ def test_a_piece_without_the_count_of_the_step_is_refused(mode, dp_size, given):
 
 def test_unknown_mode_and_missing_horizon_are_refused():
     losses, mask = two_rows()
-    with pytest.raises(ValueError, match=r"seq-mean-token-avg.*did you mean 'seq-mean-token-mean'.*token-sum"):
+    with pytest.raises(ValueError, match=r"loss_agg_mode='seq-mean-token-avg'.*'token-sum'.*'seq-mean-token-mean'\?"):
         agg_loss(losses, mask, "seq-mean-token-avg")
     with pytest.raises(ValueError, match="loss_scale_factor.*max_response_length"):
         agg_loss(losses, mask, "seq-mean-token-sum-norm")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from verl.algos.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_in_reward, kl_penalty
-from verl.trainer.ppo.core_algos import apply_kl_penalty
 
 NAN = float("nan")
 X = [-1.3, -0.2, 0.0, 0.4, 2.0]
@@ -80,18 +79,6 @@ def test_kl_in_reward_with_a_sequence_without_tokens():
     rewards, current_kl = kl_in_reward(**batch, kl_coef=0.1)
     assert rewards[1].tolist() == [2.0, 0.0, 0.0]
     assert current_kl.item() == pytest.approx(0.15, rel=1e-14)
-
-
-def test_apply_kl_penalty_uses_the_coefficient_before_it_adapts():
-    data = SimpleNamespace(batch=reward_batch())
-    controller = AdaptiveKLController(0.1, target_kl=1.0, horizon=10)
-    result, metrics = apply_kl_penalty(data, controller, kl_penalty="abs")
-    assert result is data
-    expected = [[-0.05, 0.99, 0.0], [1.9, 0.0, 0.0]]
-    torch.testing.assert_close(data.batch["token_level_rewards"], torch.tensor(expected, dtype=torch.float64))
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx((0.3 + 1.0) / 2, rel=1e-14)
-    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
-    assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 2 / 10), rel=1e-14)
 
 
 @pytest.mark.parametrize("current, factor", [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98), (5.4, 0.99)])

@@ -3,7 +3,6 @@
 
 import functools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from verl.algos.aggregation import LOSS_AGG_MODES
 from verl.utils import tensordict_utils as tu
 from verl.utils.jagged import make_jagged, nested_tensor_from_tensor_list
 from verl.utils.metric import merge_metrics
+from verl.workers.config import McoreActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import loss_token_count, ppo_loss, sft_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
@@ -26,19 +26,19 @@ TOLERANCE = {"rtol": 1e-14, "atol": 1e-15}
 def actor(**changes):
     settings = {
         "clip_ratio": 0.2,
-        "clip_ratio_low": None,
+        "clip_ratio_low": 0.2,
         "clip_ratio_high": 0.3,
         "clip_ratio_c": 3.0,
         "loss_agg_mode": "token-mean",
         "loss_scale_factor": None,
         "max_response_length": RESPONSE,
-        "policy_loss": SimpleNamespace(loss_mode="vanilla"),
+        "policy_loss": PolicyLossConfig(loss_mode="vanilla"),
         "entropy_coeff": 0.01,
         "use_kl_loss": True,
         "kl_loss_coef": 0.1,
         "kl_loss_type": "low_var_kl",
     }
-    return SimpleNamespace(**(settings | changes))
+    return McoreActorConfig(**(settings | changes))
 
 
 def random(*shape, seed):

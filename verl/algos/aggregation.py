@@ -7,19 +7,11 @@ the first micro-batch, the pieces of a step can be cut anywhere and simply added
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
-__all__ = ["LOSS_AGG_MODES", "agg_loss", "select"]
+from verl.workers.config.names import LOSS_AGG_MODES, check_name
 
-LOSS_AGG_MODES = (
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-    "seq-mean-token-mean",
-)
+__all__ = ["LOSS_AGG_MODES", "agg_loss", "select"]
 
 Count = int | float | torch.Tensor
 
@@ -118,6 +110,7 @@ def agg_loss(
     Raises:
         ValueError: unknown mode, a missing count of the step, or a missing horizon.
     """
+    check_name("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
     total = select(loss_mat, loss_mask)
     if loss_agg_mode == "token-mean":
         divisor = _need(
@@ -126,11 +119,6 @@ def agg_loss(
         return total.sum() / _at_least_one(divisor) * dp_size
     if loss_agg_mode == "token-sum":
         return total.sum() * dp_size
-    if loss_agg_mode not in LOSS_AGG_MODES:
-        close = difflib.get_close_matches(str(loss_agg_mode), LOSS_AGG_MODES, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"loss_agg_mode={loss_agg_mode!r} is unknown{hint} (known: {', '.join(LOSS_AGG_MODES)})")
-
     sequences = _need(
         "global_batch_size", global_batch_size, batch_num_tokens, loss_mat.shape[0], loss_agg_mode, dp_size
     )
