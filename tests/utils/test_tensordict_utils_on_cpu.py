@@ -174,6 +174,8 @@ def test_union():
     td = TensorDict({"dense": torch.arange(8.0).reshape(4, 2), "new": torch.zeros(4)}, batch_size=[4])
     joined = tu.union_tensor_dict(_batch(), td)
     assert {"new", "x", "row"} <= set(joined.keys())
+    nan = TensorDict({"n": torch.tensor([float("nan"), 1.0])}, batch_size=[2])
+    tu.union_tensor_dict(nan, nan.clone())
     tu.union_tensor_dict(_batch(), _batch())
     for key, value in {
         "dense": torch.zeros(4, 2),
@@ -231,6 +233,14 @@ def test_wire_memory_is_the_receivers_own():
     sent["x"].values().add_(1)
     again = pickle.loads(stream, buffers=frozen)
     _check(again, [0, 1, 2, 3])
+
+
+def test_metadata_alone_travels_and_joins():
+    """What an update returns: no rows, only metrics."""
+    empty = tu.assign_non_tensor(TensorDict({}, batch_size=[0]), metrics={"loss": 1.0})
+    sent = pickle.loads(pickle.dumps(tu.to_wire(empty)))
+    joined = tu.concat_tensordict([sent, sent])
+    assert joined.batch_size == (0,) and tu.get(joined, "metrics") == {"loss": 1.0}
 
 
 def test_wire_drops_the_graph():

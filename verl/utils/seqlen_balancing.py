@@ -22,7 +22,7 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
 
     Args:
         seqlen_list: the weights, one per item.
-        k_partitions: number of parts; a part may come out empty.
+        k_partitions: number of parts; some come out empty only where there are fewer items than parts.
         equal_size: every part gets the same number of items (their number must be divisible by k).
 
     Returns:
@@ -76,11 +76,7 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
             f"sequences, or from 1 to {len(seqlen_list)} parts"
         )
     parts = karmarkar_karp(seqlen_list, k_partitions, equal_size)
-    for part in parts:
-        if not part:
-            fullest = max(parts, key=len)
-            part.append(min(fullest, key=lambda i: seqlen_list[i]))
-            fullest.remove(part[0])
+    assert all(parts)  # a merge of states leaves a part empty only while there are fewer items than parts
     return [sorted(part) for part in parts]
 
 
