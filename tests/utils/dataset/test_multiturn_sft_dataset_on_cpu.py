@@ -87,6 +87,10 @@ def test_turns_that_cannot_be_told_apart_are_an_error_that_names_the_message(tmp
     no_eos = make_tokenizer(FORGETFUL, eos="<eos>")  # the turn's end is not EOS, so nothing says where it is
     with pytest.raises(ValueError, match=r"row 0 .*message 2: it renders differently.*generation"):
         open_rows(tmp_path, no_eos, [TURNS])
+    very_end = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    eos_at_the_very_end = make_tokenizer(FORGETFUL + very_end, eos="<eos>")  # it ends no turn but the last
+    with pytest.raises(ValueError, match=r"row 0 .*message 2: it renders differently.*generation"):
+        open_rows(tmp_path, eos_at_the_very_end, [TURNS])
     counting = make_tokenizer("{{ messages | length }}" + PLAIN)
     with pytest.raises(ValueError, match=r"row 0 .*message 2: the messages before it render differently.*generation"):
         open_rows(tmp_path, counting, [TURNS])

@@ -166,9 +166,11 @@ def test_unreadable_files_are_named(tmp_path, tokenizer, name, content, match):
 def test_several_files_are_read_one_after_the_other(tmp_path, tokenizer):
     paths = []
     for name, suffix in (("1+1=", "parquet"), ("2+2=", "jsonl")):
-        paths.append(write(tmp_path, [make_row(name)], suffix))
+        row = make_row(name) | ({"level": 1} if suffix == "jsonl" else {})  # a column that only one file has
+        paths.append(write(tmp_path, [row], suffix))
     dataset = RLHFDataset(OmegaConf.create(paths), tokenizer, {"max_prompt_length": 8})
     assert [decode(tokenizer, row) for row in dataset] == ["1+1=", "2+2="]
+    assert [row["level"] for row in dataset] == [None, 1]
 
 
 def test_jsonl_rows_may_lack_an_optional_column(tmp_path, tokenizer):

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ class MultiTurnSFTDataset(Dataset):
       to the turn;
     - for other templates, the text up to an assistant message (with the generation prompt) and the text with it must be
       the beginning of the whole text, and the message is what lies between. Where the second is not (templates that
-      drop the reasoning of earlier turns), the turn ends at its EOS, if the template ends turns with EOS.
+      drop the reasoning of earlier turns), the turn ends at the first EOS before the next message.
 
     White space that a template puts behind the end of a turn is not trained on.
 
@@ -217,15 +218,20 @@ class MultiTurnSFTDataset(Dataset):
                 f"tokens cannot be told apart; {remedy}"
             )
         body = render_chat(self.tokenizer, messages[: k + 1], where, False, **kwargs)
-        if text.startswith(body):
-            stop = len(body)
-        else:
-            eos = self.tokenizer.eos_token
-            stop = text.find(eos, len(head)) + len(eos) if eos and body.rstrip().endswith(eos) else 0
-            if stop <= len(head):
-                raise ValueError(
-                    f"{where}: it renders differently alone than in the whole conversation, and no EOS ends it, so "
-                    f"its tokens cannot be told apart; {remedy}"
-                )
+        stop = len(body) if text.startswith(body) else self._stop_at_eos(text, len(head), messages, k, where, kwargs)
+        if stop is None:
+            raise ValueError(
+                f"{where}: it renders differently alone than in the whole conversation, and no EOS ends it, so its "
+                f"tokens cannot be told apart; {remedy}"
+            )
         turn = text[len(head) : stop].rstrip()
         return len(head), len(head) + len(turn) if turn.endswith(self._special_tokens) else stop
+
+    def _stop_at_eos(self, text: str, start: int, messages: list[dict], k: int, where: str, kwargs: dict) -> int | None:
+        """Where the EOS that ends message `k` stops in `text`; None if there is none before the next message."""
+        following = messages[k + 1]  # there is one: the last message's rendering is the whole text
+        changed = [*messages[: k + 1], following | {"content": f"\0{following['content']}"}, *messages[k + 2 :]]
+        following_start = len(commonprefix([text, render_chat(self.tokenizer, changed, where, False, **kwargs)]))
+        eos = self.tokenizer.eos_token
+        found = text.find(eos, start, following_start) if eos else -1
+        return found + len(eos) if found >= 0 else None
