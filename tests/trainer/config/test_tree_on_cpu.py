@@ -2,6 +2,7 @@
 """The hydra tree: it composes, it is frozen, and verl's command lines fit it."""
 
 import importlib.util
+import pickle
 import re
 import subprocess
 import sys
@@ -140,3 +141,10 @@ def test_composing_and_checking_needs_neither_torch_nor_ray(files: Files) -> Non
     command = [sys.executable, "-c", program, *files.ppo_arguments]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert output.strip() == "[]"
+
+
+def test_a_part_sent_to_a_worker_still_follows_the_whole() -> None:
+    arguments = ["data.max_response_length=77", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=3"]
+    part = pickle.loads(pickle.dumps(compose_config("ppo_trainer", arguments).actor_rollout_ref))
+    actor = omega_conf_to_dataclass(part.actor)
+    assert (actor.max_response_length, actor.rollout_n) == (77, 3)

@@ -283,7 +283,7 @@ def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
 
 def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     _check_common(tree, "ppo_trainer", errors)
-    for path in (ACTOR, ROLLOUT, MODEL, f"{REF}.megatron", "algorithm"):
+    for path in (ACTOR, ROLLOUT, MODEL, REF, "algorithm"):
         _check_section(tree, path, errors)
     for prefix in tables.ENGINES["ppo_trainer"]:
         _check_tables(tree, tables.ENGINE_REFUSED, prefix, errors)

@@ -5,6 +5,8 @@ The rule: a key that would change results and is not supported is refused by nam
 is accepted, so that verl's scripts run, and named in one log line when it is set.
 """
 
+from verl.utils.device import DEVICE_NAMES
+
 ENGINES = {"ppo_trainer": ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron")}
 
 # Key below a node -> (the only value that is supported, what to do instead).
@@ -16,6 +18,7 @@ ENGINE_REFUSED = {
 }
 
 ENGINE_NO_EFFECT = {
+    "grad_offload": "gradients go with param_offload",
     "use_mbridge": "weights always go through megatron-bridge",
     "vanilla_mbridge": "weights always go through megatron-bridge",
     "dist_checkpointing_path": "weights are read from the Hugging Face folder in model.path",
@@ -50,7 +53,10 @@ PPO_REFUSED = {
 PPO_NO_EFFECT = {
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
+    "algorithm.gamma": "read by gae only",
+    "algorithm.lam": "read by gae only",
     "data.return_raw_chat": "the chat messages are always kept",
+    "data.filter_overlong_prompts_workers": "one process drops long prompts",
     "trainer.max_critic_ckpt_to_keep": "there is no critic",
 }
 
@@ -129,12 +135,12 @@ ONE_OF = {
         "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
         "data.truncation": ("error", "left", "right", "middle"),
         "reward.reward_manager.name": ("naive",),
-        "trainer.device": (None, "cuda", "npu", "cpu"),
+        "trainer.device": (None, *DEVICE_NAMES),
         "trainer.resume_mode": ("auto", "disable", "resume_path"),
     },
     "sft_trainer_engine": {
         "data.truncation": ("error", "left", "right", "middle"),
-        "trainer.device": (None, "cuda", "npu", "cpu"),
+        "trainer.device": (None, *DEVICE_NAMES),
         "trainer.resume_mode": ("auto", "disable", "resume_path"),
     },
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed configs of everything that runs inside a worker; importing them needs neither torch nor ray."""
 
-from verl.workers.config.actor import ActorConfig, McoreActorConfig, PolicyLossConfig
+from verl.workers.config.actor import ActorConfig, McoreActorConfig, McoreRefConfig, PolicyLossConfig
 from verl.workers.config.critic import CriticConfig, McoreCriticConfig
 from verl.workers.config.engine import (
     McoreCheckpointConfig,
@@ -23,6 +23,7 @@ __all__ = [
     "McoreCriticConfig",
     "McoreEngineConfig",
     "McoreOptimizerConfig",
+    "McoreRefConfig",
     "MtpConfig",
     "PolicyLossConfig",
     "RolloutConfig",

@@ -72,6 +72,23 @@ class ActorConfig(BaseConfig):
 
 
 @dataclass
+class McoreRefConfig(BaseConfig):
+    """The reference model on the megatron-core engine: the split of its log-prob pass, as in ``RolloutConfig``."""
+
+    strategy: str = "megatron"
+    use_torch_compile: bool = True
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_use_dynamic_bsz: bool = False
+    log_prob_max_token_len_per_gpu: int = 16384
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+
+    def __post_init__(self) -> None:
+        check_name("strategy", self.strategy, ("megatron",))
+        if self.log_prob_max_token_len_per_gpu < 1:
+            raise ValueError(f"log_prob_max_token_len_per_gpu={self.log_prob_max_token_len_per_gpu} must be at least 1")
+
+
+@dataclass
 class McoreActorConfig(ActorConfig):
     """An actor trained by the megatron-core engine."""
 
