@@ -86,7 +86,7 @@ def test_arithmetic_depends_on_the_seed_alone(arithmetic, tmp_path):
 def test_arithmetic_files_open_as_data_sets(arithmetic):
     tokenizer = build_character_tokenizer()
     prompts = RLHFDataset(str(arithmetic / "test.parquet"), tokenizer, {"max_prompt_length": 6})
-    demos = MultiTurnSFTDataset(str(arithmetic / "sft_train.parquet"), tokenizer, {"max_length": 10})
+    demos = MultiTurnSFTDataset(str(arithmetic / "sft_train.parquet"), tokenizer, {"max_length": 10}, max_samples=100)
     assert prompts[5]["attention_mask"].tolist() == [1] * 6
     assert demos[5]["loss_mask"].tolist() == [0] * 6 + [1] * 4
 
