@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a configuration before anything is started: no torch, no Ray, no model, well under a second or two.
+"""Checks of a configuration before anything is started: no torch, no Ray, no model, a second or two.
 
 How an entry point uses it::
 
