@@ -113,6 +113,7 @@ class GlooWorker(Worker):
     def __init__(self, timeout_s: int = 60):
         self.init_distributed(timeout_s=timeout_s)
         self.init_distributed(timeout_s=timeout_s)
+        self.set_dispatch_collect("all", 0, is_collect=self.rank == 0)
 
     def _reduce(self, value):
         import torch
@@ -128,28 +129,30 @@ class GlooWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def hang_or(self, rank, how):
         if self.rank != rank:
-            self._wait_forever()
+            self._reduce(1.0)
+        _fail(how)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("all"), blocking=False)
+    def hang_or_data(self, data, rank, how):
+        if self.rank != rank:
+            self._reduce(1.0)
+        _fail(how)
+
+
+class SleepingWorker(Worker):
+    """A worker without torch whose peers never come back when one fails."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_or(self, rank, how):
+        if self.rank != rank:
+            time.sleep(600)
         _fail(how)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def hang_or_later(self, rank, how):
+    def sleep_or_later(self, rank, how):
         if self.rank != rank:
-            self._wait_forever()
+            time.sleep(600)
         _fail(how)
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"), blocking=False)
-    def hang_or_data(self, data, rank, how):
-        if self.rank != rank:
-            self._wait_forever()
-        _fail(how)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_mesh(self):
-        self.set_dispatch_collect("mesh", 0, is_collect=self.rank == 0)
-
-    def _wait_forever(self):
-        self._reduce(1.0)
-        time.sleep(600)
 
 
 def _fail(how):

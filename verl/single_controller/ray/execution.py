@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 # After a first failure the others get this long to fail as well (a peer's broken connection is seen before Ray
 # notices the dead process behind it) or to finish; who has not is stuck.
-GRACE_S = 3.0
+GRACE_S = 5.0
 
 # Arguments and results up to this size travel in Ray's messages instead of through its object store: for two workers
 # and a quarter of a megabyte 2 ms instead of 8 ms. Ray reads the variable when it starts, its workers inherit it.
