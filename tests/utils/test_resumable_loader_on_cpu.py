@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
-from verl.utils.resumable_loader import ResumableLoader, resolve_total_steps
+from verl.utils.resumable_loader import ResumableLoader, check_warmup, resolve_total_steps
 
 
 def _loader(rows=10, batch_size=4, **kwargs):
@@ -69,3 +70,12 @@ def test_steps_beyond_the_epochs_are_run_with_a_warning():
     for steps, epochs in ((0, 1), (None, 0)):
         with pytest.raises(ValueError, match="trains nothing"):
             resolve_total_steps(25, epochs, steps)
+
+
+def test_warmup_longer_than_the_schedule_is_refused_before_workers_start():
+    optim = SimpleNamespace(lr_warmup_steps=5, lr_decay_steps=None, lr_decay_style="linear")
+    check_warmup("optim", optim, 6)
+    with pytest.raises(ValueError, match="optim.lr_warmup_steps=5 .* use at most 4"):
+        check_warmup("optim", optim, 5)
+    optim.lr_decay_style = "constant"
+    check_warmup("optim", optim, 5)

@@ -93,7 +93,7 @@ class SFTTrainer:
     def __init__(self, config: DictConfig):
         from verl.utils.checkpoint_folder import CheckpointFolder
         from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset, SFTTensorCollator
-        from verl.utils.resumable_loader import resolve_total_steps
+        from verl.utils.resumable_loader import check_warmup, resolve_total_steps
         from verl.utils.tokenizer import hf_tokenizer
 
         self.config = config
@@ -107,6 +107,7 @@ class SFTTrainer:
         self.collate = SFTTensorCollator(data.pad_mode)
         steps_per_epoch = max(1, len(self.train_dataset) // data.train_batch_size)
         self.total_steps = resolve_total_steps(steps_per_epoch, trainer.total_epochs, trainer.total_training_steps)
+        check_warmup("optim", config.optim, self.total_steps)
         self.checkpoints = CheckpointFolder(trainer.default_local_dir, trainer.max_ckpt_to_keep)
         self.resume_source = self.checkpoints.resume_from(trainer.resume_mode, trainer.resume_from_path)
         self.step = 0

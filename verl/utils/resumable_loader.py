@@ -6,8 +6,11 @@ run sees exactly the rows that the uninterrupted one would have seen, whatever w
 """
 
 import math
+import multiprocessing
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 from torch import Generator, randperm
 from torch.utils.data import DataLoader, Dataset
@@ -23,7 +26,7 @@ class ResumableLoader:
         collate_fn: list of rows -> batch.
         shuffle: a new order for each epoch; otherwise the order of the data set.
         seed: of the order.
-        num_workers: processes that read ahead; 0 reads in this process.
+        num_workers: processes that read ahead, at most one per core; 0 reads in this process.
         shard: (rank, number of ranks): this rank gets its contiguous part of each batch. The batches as a whole do not
             depend on the number of ranks.
 
@@ -57,7 +60,7 @@ class ResumableLoader:
         self.collate_fn = collate_fn
         self.shuffle = shuffle
         self.seed = int(seed)
-        self.num_workers = num_workers
+        self.num_workers = min(num_workers, os.cpu_count() or 1)
         self.shard = shard
         self.epoch = 0
         self.position = 0
@@ -84,11 +87,18 @@ class ResumableLoader:
                 batch_sampler=self._rows_of_epoch(),
                 collate_fn=self.collate_fn,
                 num_workers=self.num_workers,
+                multiprocessing_context=self._worker_context() if self.num_workers else None,
             )
             for batch in batches:
                 self.position += 1
                 yield batch
             self.epoch, self.position = self.epoch + 1, 0
+
+    def _worker_context(self) -> Any:
+        """Reader processes start from a clean server: forking this process, with Ray's threads in it, can deadlock."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", type(self.dataset).__module__])
+        return context
 
     def state_dict(self) -> dict[str, int]:
         """Where the iteration stands, in plain numbers."""
@@ -138,3 +148,22 @@ def resolve_total_steps(steps_per_epoch: int, total_epochs: int, total_training_
             stacklevel=2,
         )
     return total_training_steps
+
+
+def check_warmup(key: str, optim: Any, total_steps: int) -> None:
+    """Whether the learning rate's warm-up ends before the run does.
+
+    Args:
+        key: of the optimiser section, for the message.
+        optim: the section, with ``lr_warmup_steps``, ``lr_decay_steps`` and ``lr_decay_style``.
+        total_steps: of the run.
+
+    Raises:
+        ValueError: it does not, and the schedule has a decay that follows it.
+    """
+    length = optim.lr_decay_steps or total_steps
+    if optim.lr_decay_style != "constant" and optim.lr_warmup_steps >= length:
+        raise ValueError(
+            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be below the schedule's {length} steps; use at most "
+            f"{length - 1}"
+        )

@@ -2,6 +2,7 @@
 """A worker group without workers, and a trainer built on it: what the loop does can be watched call by call."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from tensordict import TensorDict
 import verl.utils.tensordict_utils as tu
 from verl.protocol import DataProto
 
-PROMPT_WIDTH, RESPONSE_WIDTH, EOS, PAD = 4, 3, 1, 0
+REPO_ROOT = Path(__file__).resolve().parents[3]
+RESPONSE_WIDTH, EOS, PAD = 3, 1, 0
 
 
 class Prompts(torch.utils.data.Dataset):
@@ -171,7 +173,12 @@ def make_config(folder, **changes):
                         "pipeline_model_parallel_size": 1,
                         "context_parallel_size": 1,
                     },
-                    "optim": {"total_training_steps": -1},
+                    "optim": {
+                        "total_training_steps": -1,
+                        "lr_warmup_steps": -1,
+                        "lr_decay_steps": None,
+                        "lr_decay_style": "constant",
+                    },
                     "checkpoint": {"save_contents": ["model", "optimizer", "extra"]},
                     "ppo_mini_batch_size": 2,
                     "ppo_epochs": 1,

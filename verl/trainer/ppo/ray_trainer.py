@@ -35,7 +35,7 @@ from verl.trainer.ppo.validation import generate, validate, write_generations
 from verl.utils.checkpoint_folder import CheckpointFolder
 from verl.utils.metric import reduce_metrics
 from verl.utils.progress import TrainingProgress
-from verl.utils.resumable_loader import ResumableLoader, resolve_total_steps
+from verl.utils.resumable_loader import ResumableLoader, check_warmup, resolve_total_steps
 from verl.utils.tracking import Tracking
 
 # Workers may put the seconds they worked under this name into their metrics; it is not logged.
@@ -150,6 +150,7 @@ class RayPPOTrainer:
         self.total_training_steps = resolve_total_steps(
             len(self.train_dataloader), config.trainer.total_epochs, config.trainer.total_training_steps
         )
+        check_warmup("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim, self.total_training_steps)
         with open_dict(config):
             config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
         self.dp_size = actor_dp_size(config)
@@ -371,7 +372,6 @@ class RayPPOTrainer:
             self.val_dataset,
             batch_size=config.data.val_batch_size or len(self.val_dataset),
             shuffle=config.data.validation_shuffle,
-            num_workers=config.data.dataloader_num_workers,
             collate_fn=self.collate_fn,
         )
         n = config.actor_rollout_ref.rollout.val_kwargs.n

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
+import time
+
+import pytest
+
+from verl.trainer.main_ppo import ray_init_kwargs, time_limited
+from verl.utils.config import compose_config
+
+
+def _config(*overrides):
+    return compose_config("ppo_trainer", ["actor_rollout_ref.rollout.name=hf", *overrides])
+
+
+def test_ray_gets_what_is_set_and_nothing_that_is_null(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert ray_init_kwargs(_config()) == {"include_dashboard": False}
+    config = _config("ray_kwargs.ray_init.num_cpus=3", "ray_kwargs.ray_init.runtime_env.py_executable=python")
+    assert ray_init_kwargs(config) == {
+        "num_cpus": 3,
+        "runtime_env": {"py_executable": "python"},
+        "include_dashboard": False,
+    }
+    # A cluster that runs already has its own dashboard, and ray.init refuses the argument.
+    monkeypatch.setenv("RAY_ADDRESS", "somewhere:6379")
+    assert ray_init_kwargs(_config()) == {}
+
+
+def test_a_wait_that_does_not_end_says_what_it_waited_for():
+    code = (
+        "import time\n"
+        "from verl.trainer.main_ppo import time_limited\n"
+        "with time_limited('the Ray cluster', 0.2):\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == 1
+    assert "gave up: the Ray cluster did not come up within 0.2 s" in done.stderr
+
+
+def test_a_wait_that_ends_in_time_is_left_alone():
+    with time_limited("nothing", 0.1):
+        pass
+    time.sleep(0.2)
+    with pytest.raises(RuntimeError, match="inside"), time_limited("nothing", 0.1):
+        raise RuntimeError("inside")
+    time.sleep(0.2)
+
+
+def test_the_command_line_loads_neither_torch_nor_ray_before_the_checks():
+    code = "import sys, verl.trainer.main_ppo, verl.trainer.sft_trainer; print({'torch', 'ray'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.stdout.strip() == "set()", done.stderr
