@@ -18,6 +18,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric, merge_metrics, reduce_metrics
+from verl.utils.quiet import quiet_libraries
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFunction
 from verl.workers.rollout import get_rollout_class
@@ -31,6 +32,7 @@ ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 def _import_engines() -> None:
     """Fill the registry; the engines' dependencies are loaded only in processes that train."""
+    quiet_libraries()
     import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
 

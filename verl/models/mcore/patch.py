@@ -36,6 +36,7 @@ def apply_patches() -> None:
     _keep_local_expert_counts()
     _keep_float64_cross_entropy()
     _restore_torch_adam_state()
+    _rotate_whole_packs()
     _applied = True
 
 
@@ -146,3 +147,47 @@ def _restore_torch_adam_state() -> None:
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step
     DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def _rotate_whole_packs() -> None:
+    """The unfused rotary embedding of a pack works sequence by sequence: a dozen launches for each of them.
+
+    The positions of all tokens at once, then one rotation, gives the same numbers (RoPE: Su et al. 2021,
+    arXiv 2104.09864).
+    """
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
+
+    def rotate(
+        t: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        mla_rotary_interleaved: bool = False,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        multi_latent_attention: bool | None = None,
+    ) -> torch.Tensor:
+        """[t, h, d] of a pack, rotated; ``freqs`` [longest, 1, 1, d], or one row for every position of the pack."""
+        if multi_latent_attention is not None:
+            mla_rotary_interleaved = multi_latent_attention
+        cp_size, cp_rank = cp_group.size(), cp_group.rank()
+        ends = cu_seqlens.long()
+        slots = torch.arange(t.shape[0], device=t.device)
+        sequence = torch.bucketize(slots, ends[1:] // cp_size, right=True)
+        position = slots - (ends[:-1] // cp_size)[sequence]
+        if cp_size > 1:
+            chunk = ends.diff()[sequence] // (2 * cp_size)
+            ahead = (2 * cp_size - 2 - cp_rank) * chunk  # what lies between a rank's first and second chunk
+            position = position + torch.where(position < chunk, cp_rank * chunk, ahead)
+        if freqs.shape[0] == t.shape[0] * cp_size:
+            position = position + ends[:-1][sequence]
+        return rope_utils._apply_rotary_pos_emb_bshd(
+            t.unsqueeze(1),
+            freqs[position],
+            rotary_interleaved=rotary_interleaved,
+            mla_rotary_interleaved=mla_rotary_interleaved,
+            mscale=mscale,
+        ).squeeze(1)
+
+    rope_utils._apply_rotary_pos_emb_thd = rotate

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TrainingWorker on the Megatron engine in a world of two: on-policy updates, checkpoints, export, bad gradients."""
+
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.engine_world import Case, actor_config, padded_batch, save_sharp_model
+from tests.utils_dist import run_world
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig, TrainingWorkerConfig
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
+
+
+def build_worker(path: str, lr: float = 1e-3, **layout: Any) -> Any:
+    from verl.workers.engine_workers import TrainingWorker
+
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_config=HFModelConfig(path=path),
+            engine_config=McoreEngineConfig(dtype="float32", **layout),
+            optimizer_config=McoreOptimizerConfig(
+                lr=lr, min_lr=0.0, lr_warmup_steps=1, lr_decay_style="linear", total_training_steps=20, betas=(0.8, 0.9)
+            ),
+        )
+    )
+    worker.reset()
+    worker.set_loss_fn(partial(ppo_loss, config=actor_config(Case("worker"))))
+    return worker
+
+
+def own_rows(worker: Any, **settings: Any) -> Any:
+    batch = padded_batch()
+    share = tu.chunk_tensordict(batch, worker.engine.get_data_parallel_size())[worker.engine.get_data_parallel_rank()]
+    return tu.assign_non_tensor(left_right_2_no_padding(share), temperature=0.8, **settings)
+
+
+def weights_of(worker: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def in_world(rank: int, world: int, path: str, folder: str) -> dict[str, Any]:
+    from verl.utils.megatron.cpu_backend import reset_megatron_state
+
+    results: dict[str, Any] = {}
+    worker = build_worker(path, context_parallel_size=2)
+
+    # Log-probs computed with one split, the update with another.
+    data = own_rows(worker, micro_batch_size_per_gpu=3)
+    data["old_log_probs"] = no_padding_2_padding(worker.infer_batch(data)["log_probs"], data)
+    tu.assign_non_tensor(data, use_dynamic_bsz=True, max_token_len_per_gpu=16)
+    before = weights_of(worker)
+    results["on_policy"] = tu.get_non_tensor_data(worker.train_mini_batch(data), "metrics", {})
+    results["moved_at_zero_lr"] = largest_difference(weights_of(worker), before)
+
+    # Two optimiser steps a call, in an order that both ranks share.
+    tu.assign_non_tensor(data, mini_batch_size=4, epochs=2, seed=3, dataloader_kwargs={"shuffle": True})
+    results["several_steps"] = tu.get_non_tensor_data(worker.train_mini_batch(data), "metrics", {})
+    results["moved"] = largest_difference(weights_of(worker), before)
+
+    # A gradient that is not finite changes nothing.
+    broken = own_rows(worker)
+    broken["advantages"][0, 0] = math.inf
+    before = weights_of(worker)
+    results["infinite"] = tu.get_non_tensor_data(worker.train_batch(broken), "metrics", {})
+    results["moved_by_infinity"] = largest_difference(weights_of(worker), before)
+
+    worker.save_checkpoint(folder)
+    worker.export_hf(os.path.join(folder, "hf"))
+    saved = weights_of(worker)
+    for _ in range(2):
+        worker.train_mini_batch(data)
+    uninterrupted = weights_of(worker)
+    reset_megatron_state()
+
+    for name, layout in {"cp2": {"context_parallel_size": 2}, "dp2": {}}.items():
+        resumed = build_worker(path, **layout)
+        resumed.load_checkpoint(folder)
+        results[f"loaded {name}"] = largest_difference(weights_of(resumed), saved)
+        if name == "cp2":
+            for _ in range(2):
+                resumed.train_mini_batch(data)
+            results["resumed"] = largest_difference(weights_of(resumed), uninterrupted)
+        reset_megatron_state()
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    root = Path(tmp_path_factory.mktemp("worker"))
+    path = save_sharp_model(str(root / "model"))
+    by_rank = run_world(in_world, 2, path, str(root / "checkpoint"), timeout_s=300)
+    assert by_rank[0].keys() == by_rank[1].keys()
+    return by_rank[0], root
+
+
+@pytest.mark.gloo
+def test_first_update_is_on_policy_whatever_the_split(results: tuple[dict[str, Any], Path]) -> None:
+    metrics = results[0]["on_policy"]
+    assert abs(metrics["actor/ppo_kl"]) < 1e-6
+    assert metrics["actor/pg_clipfrac"] == 0
+    assert metrics["grad_norm"] > 0.01
+    assert metrics["lr"] == 0 and results[0]["moved_at_zero_lr"] == 0  # the warm-up starts at zero
+
+
+@pytest.mark.gloo
+def test_several_mini_batches_make_several_steps(results: tuple[dict[str, Any], Path]) -> None:
+    metrics = results[0]["several_steps"]
+    assert metrics["lr"] == 1e-3  # one step of the schedule per call
+    assert metrics["actor/pg_clipfrac"] > 0  # later steps are off-policy
+    assert results[0]["moved"] > 1e-4
+
+
+@pytest.mark.gloo
+def test_a_gradient_that_is_not_finite_changes_nothing(results: tuple[dict[str, Any], Path]) -> None:
+    assert not math.isfinite(results[0]["infinite"]["grad_norm"])
+    assert results[0]["moved_by_infinity"] == 0
+
+
+@pytest.mark.gloo
+def test_a_resumed_run_goes_on_as_if_never_stopped(results: tuple[dict[str, Any], Path]) -> None:
+    assert results[0]["loaded cp2"] == 0 and results[0]["loaded dp2"] == 0
+    assert results[0]["resumed"] == 0
+
+
+@pytest.mark.gloo
+def test_the_exported_folder_loads_in_transformers(results: tuple[dict[str, Any], Path]) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    folder = results[1] / "checkpoint" / "hf"
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    source, written = load_file(results[1] / "model" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert source.keys() == written.keys()
+    assert largest_difference(source, written) > 1e-4  # the trained weights, not the first ones
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == model.config.eos_token_id
