@@ -72,7 +72,6 @@ def open_store(group_id: str, rank: int, world_size: int, timeout_s: float) -> A
         TimeoutError: Rank 0 did not open the store, or some ranks did not come; the message names them.
     """
     if group_id not in _open_stores:
-        report_stage("in the rendezvous")
         _open_stores[group_id] = _connect(group_id, rank, world_size, timeout_s)
         report_stage("past the rendezvous, in __init__")
     return _open_stores[group_id]

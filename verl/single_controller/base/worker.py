@@ -56,6 +56,7 @@ class Worker:
         Raises:
             TimeoutError: Ranks did not come in time; the message names them.
         """
+        report_stage("in the rendezvous")  # before the slow import
         import torch.distributed as dist
 
         from verl.utils.device import get_device_name, get_nccl_backend, get_torch_device

@@ -124,7 +124,8 @@ class RayResourcePool(ResourcePool):
         ]
         deadline = time.monotonic() + timeout_s
         for index, group in enumerate(groups):
-            if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.1)):
+            left_s = max(math.ceil(deadline - time.monotonic()), 1)  # Ray counts whole seconds here
+            if not group.wait(timeout_seconds=left_s):
                 free = ray.available_resources()
                 for created in groups:
                     remove_placement_group(created)
