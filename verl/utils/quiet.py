@@ -7,23 +7,40 @@
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["quiet_libraries"]
+__all__ = ["quiet_imports", "quiet_libraries"]
 
-_LOGGERS = ("megatron", "megatron.bridge", "megatron.core", "nv_one_logger", "torch.fx._symbolic_trace", "transformers")
+_LOGGERS = ("megatron", "nv_one_logger", "torch.fx._symbolic_trace", "torch.utils.cpp_extension", "transformers")
+
+
+def _wants_everything() -> bool:
+    return os.environ.get("VERL_LOGGING_LEVEL", "WARN").upper() in ("INFO", "DEBUG")
 
 
 def quiet_libraries() -> None:
-    """Show only errors of Megatron, transformers and torch's tracer, and no warnings that they raise on import.
-
-    Call it before the libraries are used, and again after megatron-bridge is imported, which sets levels of its own.
-    """
-    if os.environ.get("VERL_LOGGING_LEVEL", "WARN").upper() in ("INFO", "DEBUG"):
+    """Show only errors of Megatron, transformers and parts of torch, and no warnings that they raise."""
+    if _wants_everything():
         return
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    for name in _LOGGERS:
+    for name in (*_LOGGERS, *(n for n in logging.root.manager.loggerDict if n.startswith("megatron"))):
         logging.getLogger(name).setLevel(logging.ERROR)
     for module in ("megatron", "transformer_engine", "torch"):
         warnings.filterwarnings("ignore", module=module)
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Within it, libraries may be imported that set the levels of their own loggers: nothing below an error is shown."""
+    quiet_libraries()
+    before = logging.root.manager.disable
+    if not _wants_everything():
+        logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        quiet_libraries()

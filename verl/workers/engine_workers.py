@@ -18,7 +18,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.metric import Metric, merge_metrics, reduce_metrics
-from verl.utils.quiet import quiet_libraries
+from verl.utils.quiet import quiet_imports
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFunction
 from verl.workers.rollout import get_rollout_class
@@ -32,8 +32,8 @@ ROLES = ("actor", "rollout", "ref", "actor_rollout", "actor_rollout_ref")
 
 def _import_engines() -> None:
     """Fill the registry; the engines' dependencies are loaded only in processes that train."""
-    quiet_libraries()
-    import verl.workers.engine.megatron.transformer_impl  # noqa: F401
+    with quiet_imports():
+        import verl.workers.engine.megatron.transformer_impl  # noqa: F401
 
 
 class TrainingWorker(Worker):
@@ -192,7 +192,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor: TrainingWorker | None = None
         self.ref: TrainingWorker | None = None
         self.rollout: Any = None
-        self.init_distributed()
+        self.init_distributed(timeout_s=config.nccl_timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

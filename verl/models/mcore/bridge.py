@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from verl.utils.device import get_device_name
-from verl.utils.quiet import quiet_libraries
+from verl.utils.quiet import quiet_imports
 
 __all__ = ["build_provider", "has_transformer_engine", "load_bridge", "stream_hf_weights"]
 
@@ -42,8 +42,8 @@ def load_bridge(path: str, trust_remote_code: bool = False) -> Any:
     Raises:
         ValueError: when megatron-bridge has no mapping for the folder's architecture; names it and the supported ones.
     """
-    auto_bridge = _import_auto_bridge()
-    quiet_libraries()
+    with quiet_imports():
+        auto_bridge = _import_auto_bridge()
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
