@@ -34,7 +34,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Within it, libraries may be imported that set the levels of their own loggers: nothing below an error is shown."""
+    """Within it, libraries that set the levels of their own loggers may be imported; only errors are shown."""
     quiet_libraries()
     before = logging.root.manager.disable
     if not _wants_everything():

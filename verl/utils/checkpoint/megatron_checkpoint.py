@@ -89,8 +89,8 @@ def load_checkpoint(engine: Any, local_path: str) -> None:
     except KeyError as error:
         raise ValueError(
             f"{local_path}: {error} is not in the checkpoint. Either it was saved without it, or the dense and the "
-            "expert parameters of a mixture of experts had separate optimizers there and share one here (or the reverse): "
-            "resume with the same expert and tensor split, or with checkpoint.load_contents=[model]"
+            "expert parameters of a mixture of experts had separate optimizers there and share one here (or the "
+            "reverse): resume with the same expert and tensor split, or with checkpoint.load_contents=[model]"
         ) from error
     if "model" in contents:
         for key, chunk in zip(_model_keys(engine), unwrap_model(engine.module), strict=True):
