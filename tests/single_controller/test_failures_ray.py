@@ -19,6 +19,21 @@ from verl.single_controller.ray import (
 pytestmark = pytest.mark.ray
 
 
+def test_start_names_the_placement_group(cluster):
+    first = RayResourcePool([1], num_cpus_per_worker=1.5)
+    first.get_placement_groups(timeout_s=30)  # before the fixture `pair`, which holds half of the CPUs
+    second = RayResourcePool([1], num_cpus_per_worker=1.5)
+    init = RayClassWithInitArgs(cluster.remote(PlainWorker))
+    begin = time.perf_counter()
+    with pytest.raises(
+        TimeoutError, match=r"placement group of node 0 \(1 x 1.5 CPU\); free in the cluster: [0-9.]+ CPU"
+    ):
+        RayWorkerGroup(second, init, ray_wait_register_center_timeout=1)
+    assert time.perf_counter() - begin > 0.9
+    first.release()
+    second.release()
+
+
 @pytest.fixture(scope="module")
 def pair(cluster):
     """Two groups with a gloo process group each. A test may destroy its group."""
@@ -88,21 +103,6 @@ def test_slow_start_names_ranks_and_stages(start):
     text = str(caught.value)
     assert "ray_wait_register_center_timeout=8 s" in text
     assert "2 of 2 workers are not ready: rank 0 (in the rendezvous), rank 1 (in __init__)" in text
-
-
-def test_start_names_the_placement_group(cluster):
-    first = RayResourcePool([1], num_cpus_per_worker=1.5)
-    first.get_placement_groups()
-    second = RayResourcePool([1], num_cpus_per_worker=1.5)
-    init = RayClassWithInitArgs(cluster.remote(PlainWorker))
-    begin = time.perf_counter()
-    with pytest.raises(
-        TimeoutError, match=r"placement group of node 0 \(1 x 1.5 CPU\); free in the cluster: [0-9.]+ CPU"
-    ):
-        RayWorkerGroup(second, init, ray_wait_register_center_timeout=1)
-    assert time.perf_counter() - begin > 0.9
-    first.release()
-    second.release()
 
 
 def test_too_many_workers_fail_at_once_with_both_numbers(cluster):
