@@ -81,7 +81,6 @@ def grpo_command(
         *(f"{actor}.optim.lr_warmup_steps=5", f"{actor}.optim.lr_decay_style=linear", f"{actor}.optim.min_lr=2e-5"),
         f"{actor}.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         *(f"{rollout}.name=hf", f"{rollout}.n=8", f"{rollout}.temperature=1.0", f"{rollout}.dtype=float32"),
-        f"{rollout}.tensor_model_parallel_size=1",
         *(f"trainer.n_gpus_per_node={num_workers}", "trainer.nnodes=1", f"trainer.total_training_steps={steps}"),
         *("trainer.total_epochs=1", f"trainer.test_freq={test_freq}", "trainer.val_before_train=True"),
         *(f"trainer.save_freq={steps}", "trainer.resume_mode=disable", "trainer.logger=[file,tensorboard]"),

@@ -150,24 +150,25 @@ class TaskRunner:
         import ray
 
         from verl.single_controller.ray import ResourcePoolManager
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.utils import Role
-        from verl.utils.dataset.rl_dataset import collate_fn
-        from verl.workers.engine_workers import ActorRolloutRefWorker
 
-        trainer = self.config.trainer
-        worker = ray.remote(ActorRolloutRefWorker)
-        roles = {Role.ActorRollout: worker, Role.ActorRolloutRef: worker}
+        trainer, roles = self.config.trainer, (Role.ActorRollout, Role.ActorRolloutRef)
         pools = ResourcePoolManager(
             resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
             mapping=dict.fromkeys(roles, "global_pool"),
             num_cpus_per_worker=trainer.num_cpus_per_worker,
         )
         pools.create_resource_pool()
+
+        # Slow to import, so only when the cluster is large enough.
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.utils.dataset.rl_dataset import collate_fn
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+
         self.trainer = RayPPOTrainer(
             config=self.config,
             tokenizer=self.tokenizer,
-            role_worker_mapping=roles,
+            role_worker_mapping=dict.fromkeys(roles, ray.remote(ActorRolloutRefWorker)),
             resource_pool_manager=pools,
             reward_fn=self.reward_fn,
             val_reward_fn=self.reward_fn,

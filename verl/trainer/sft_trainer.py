@@ -7,6 +7,7 @@ global batches and take the part of their data-parallel rank; the ranks of a mod
 """
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ def launch_ranks(num_ranks: int, arguments: list[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Each rank prints its own error; the launcher's account of it would bury that.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     launch = LaunchConfig(
