@@ -33,7 +33,9 @@ def apply_patches() -> None:
         )
     _allow_torch_norm_under_sequence_parallel()
     _scatter_padding_mask_on_later_stages()
-    _keep_local_expert_counts()
+    _weigh_router_losses_by_whole_counts()
+    _share_global_aux_loss()
+    _keep_float64_router_scores()
     _keep_float64_cross_entropy()
     _restore_torch_adam_state()
     _rotate_whole_packs()
@@ -87,23 +89,129 @@ def _scatter_padding_mask_on_later_stages() -> None:
     GPTModel._preprocess = wrapped
 
 
-def _keep_local_expert_counts() -> None:
-    """The sum of token counts over the TP and CP ranks is done in place, on the very tensor of local counts.
+def _weigh_router_losses_by_whole_counts() -> None:
+    """Auxiliary losses of a group of ranks are weighed by what each rank happens to hold.
 
-    With a padding mask the "local" number of tokens, by which the auxiliary loss is weighted in the per-token regime,
-    is then the number of the whole group.
+    The value of a micro-batch is a sum over its TP and CP ranks, of which each computes a part. In the per-token regime
+    Megatron multiplies each part by that rank's own number of tokens times the group's size, which is right only for
+    equal shards; and because the all-reduce of the counts is done in place, with a padding mask the "own" number is the
+    whole group's, ``tp * cp`` times too much. Here every rank gets an equal share of the group's true count. A
+    micro-batch without a real token gives 0, not 0 / 0.
     """
     from megatron.core.transformer.moe import moe_utils, router
 
+    original = moe_utils.get_tokens_per_expert_and_token_count
+
+    @functools.wraps(original)
     def counts(routing_map: Any, reduce_group: Any, topk: int | None = None, with_padding_mask: bool = False) -> tuple:
         local = routing_map.sum(dim=0)
         whole = moe_utils.reduce_from_tensor_model_parallel_region(local.clone(), reduce_group)
-        if with_padding_mask:
-            return whole, local.sum() / topk, whole.sum() / topk
-        return whole, routing_map.shape[0], routing_map.shape[0] * reduce_group.size()
+        size = reduce_group.size()
+        total = (whole.sum() / topk).clamp(min=1) if with_padding_mask else routing_map.shape[0] * size
+        return whole, total / size, total
 
     moe_utils.get_tokens_per_expert_and_token_count = counts
     router.get_tokens_per_expert_and_token_count = counts
+
+
+def _share_global_aux_loss() -> None:
+    """The global auxiliary loss depends on the layout and on unequal micro-batches.
+
+    Its value is a sum over all data-parallel ranks already, so that averaging over them makes it ``dp`` times weaker
+    than the other types; and the running mean of expert counts is divided by the tokens of the current micro-batch.
+    Here a step's expert fractions are those of its tokens so far, and every rank's part has the weight of all tokens
+    of the current micro-batches. The counts stay in float32 where the model is in bfloat16, which knows no 257.
+    """
+    from megatron.core.transformer.moe import router
+
+    original = router.TopKRouter._apply_global_aux_loss
+
+    @functools.wraps(original)
+    def apply(
+        self: Any, probs: Any, scores_for_aux_loss: Any, routing_map: Any, with_padding_mask: bool = False
+    ) -> Any:
+        coeff = self.get_aux_loss_coeff("global_aux_loss")
+        if coeff == 0:
+            return probs
+        whole, _, total = router.get_tokens_per_expert_and_token_count(
+            routing_map=routing_map,
+            reduce_group=self.tp_dp_cp_group,
+            with_padding_mask=with_padding_mask,
+            topk=self.topk,
+        )
+        if self.global_tokens_per_expert.dtype.itemsize < 4:
+            self.global_tokens_per_expert = self.global_tokens_per_expert.float()
+        self.global_tokens_per_expert += whole
+        self.ga_steps += 1
+        so_far = (self.global_tokens_per_expert.sum() / self.topk).clamp(min=1)
+        loss = router.switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=self.global_tokens_per_expert * (total / so_far),
+            total_num_tokens=total,
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coeff,
+            fused=self.config.moe_router_fusion,
+        )
+        return self.attach_and_log_load_balancing_loss(
+            probs,
+            coeff,
+            loss,
+            "global_load_balancing_loss",
+            self.tp_dp_cp_group,
+            needs_dp_avg=False,
+            valid_token_count=total / self.tp_cp_group.size(),
+        )
+
+    router.TopKRouter._apply_global_aux_loss = apply
+
+
+def _keep_float64_router_scores() -> None:
+    """Routers compute their probabilities in float32, float64 models' too.
+
+    Rounding a gradient to float32 on its way through depends on how the loss is scaled, so that two exact layouts
+    would differ by 1e-8.
+    """
+    import torch
+    from megatron.core.transformer.moe import moe_utils, router
+    from torch.overrides import TorchFunctionMode
+
+    class KeepFloat64(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+                if func is torch.Tensor.float:
+                    return args[0]
+                if func is torch.softmax:
+                    kwargs.pop("dtype", None)
+            return func(*args, **kwargs)
+
+    def wide(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if logits.dtype != torch.float64:
+                return function(logits, *args, **kwargs)
+            with KeepFloat64():
+                return function(logits, *args, **kwargs)
+
+        return wrapped
+
+    balancing = moe_utils.switch_load_balancing_loss_func
+
+    @functools.wraps(balancing)
+    def balancing_in_float64(probs: torch.Tensor, tokens_per_expert: Any, total_num_tokens: Any, **kwargs: Any) -> Any:
+        if probs.dtype == torch.float64 and isinstance(total_num_tokens, torch.Tensor):
+            total_num_tokens = total_num_tokens.double()
+        return balancing(probs, tokens_per_expert, total_num_tokens, **kwargs)
+
+    replacements = {
+        "topk_routing_with_score_function": wide(moe_utils.topk_routing_with_score_function),
+        "compute_routing_scores_for_aux_loss": wide(moe_utils.compute_routing_scores_for_aux_loss),
+        "switch_load_balancing_loss_func": balancing_in_float64,
+    }
+    for name, replacement in replacements.items():
+        setattr(moe_utils, name, replacement)
+        setattr(router, name, replacement)
 
 
 def _keep_float64_cross_entropy() -> None:
