@@ -56,6 +56,7 @@ from verl.utils.config import (
     omega_conf_to_dataclass,
     type_in_words,
 )
+from verl.utils.quiet import quiet_libraries
 from verl.workers.config.names import ADV_ESTIMATORS, check_name
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
     import hydra
     from hydra.errors import HydraException
 
+    quiet_libraries()
     refusals: list[str] = []
 
     @functools.wraps(prepare)
