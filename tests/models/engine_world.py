@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import HFModelConfig, McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig
+from verl.workers.config import HFModelConfig, McoreActorConfig, McoreEngineConfig, McoreOptimizerConfig, MtpConfig
 from verl.workers.utils.losses import ppo_loss, sft_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
@@ -96,6 +96,7 @@ class Case:
     masked_rows: tuple[int, ...] = ()
     dtype: str = "float32"
     overrides: dict[str, Any] = field(default_factory=dict)
+    mtp: MtpConfig = field(default_factory=MtpConfig)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -115,8 +116,11 @@ def loss_function(case: Case) -> Any:
     return partial(sft_loss, config=None) if case.loss == "sft" else partial(ppo_loss, config=actor_config(case))
 
 
+_OPTIMIZER = McoreOptimizerConfig(lr=1e-3, clip_grad=1.0, total_training_steps=10)
+
+
 @contextmanager
-def engine(path: str, case: Case) -> Iterator[Any]:
+def engine(path: str, case: Case, optimizer: McoreOptimizerConfig | None = _OPTIMIZER) -> Iterator[Any]:
     """An initialised engine in the case's layout; the layout is torn down afterwards."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -140,10 +144,8 @@ def engine(path: str, case: Case) -> Iterator[Any]:
             **case.overrides,
         },
     )
-    model = HFModelConfig(path=path, use_remove_padding=not case.dense)
-    built = MegatronEngineWithLMHead(
-        model, config, McoreOptimizerConfig(lr=1e-3, clip_grad=1.0, total_training_steps=10)
-    )
+    model = HFModelConfig(path=path, use_remove_padding=not case.dense, mtp=case.mtp)
+    built = MegatronEngineWithLMHead(model, config, optimizer)
     built.initialize()
     try:
         yield built

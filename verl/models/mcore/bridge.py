@@ -19,7 +19,14 @@ import torch
 from verl.utils.device import get_device_name
 from verl.utils.quiet import quiet_imports
 
-__all__ = ["build_provider", "has_transformer_engine", "load_bridge", "stream_hf_weights"]
+__all__ = [
+    "build_provider",
+    "check_mtp_weights",
+    "has_transformer_engine",
+    "load_bridge",
+    "named_mtp_parameters",
+    "stream_hf_weights",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,8 @@ _NEED_ACCELERATOR = (
     "moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
 ).split()
 _AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+_MTP_FIELDS = ("mtp_num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_MTP_KEYS = "model.mtp.enable, mtp_loss_scaling_factor, detach_encoder"
 
 
 def has_transformer_engine() -> bool:
@@ -141,8 +150,7 @@ def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_conf
         settings.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     if dtype == torch.float64:
         settings["moe_router_dtype"] = "fp64"
-    if mtp_config is None or not mtp_config.enable:
-        settings["mtp_num_layers"] = None
+    settings |= _mtp_settings(provider, mtp_config)
     overrides = {k: v for k, v in dict(engine_config.override_transformer_config or {}).items() if v is not None}
     _check_overrides(provider, overrides)
     if get_device_name() == "cpu":
@@ -162,8 +170,20 @@ def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_conf
         provider.attention_backend = AttnBackend[provider.attention_backend]
     if not has_transformer_engine():
         provider.transformer_layer_spec = _local_layer_spec
+        _build_local_mtp_layers()
     provider.finalize()
     return provider
+
+
+def _mtp_settings(provider: Any, mtp_config: Any) -> dict[str, Any]:
+    if mtp_config is None or not mtp_config.enable:
+        return dict.fromkeys(_MTP_FIELDS)  # every name of the field, so that none brings the layers back
+    if not getattr(provider, "mtp_num_layers", None):
+        raise ValueError(
+            "model.mtp.enable=True: the model has no multi-token prediction layer "
+            "(num_nextn_predict_layers in its config.json); set model.mtp.enable=False"
+        )
+    return {"mtp_loss_scaling_factor": mtp_config.mtp_loss_scaling_factor}
 
 
 def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
@@ -173,6 +193,11 @@ def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
             near = difflib.get_close_matches(name, list(vars(provider)), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{prefix}.{name}: the transformer configuration has no such field{hint}")
+    for name in (*_MTP_FIELDS, "mtp_loss_scaling_factor", "mtp_detach_heads"):
+        if name in overrides:
+            raise ValueError(
+                f"{prefix}.{name}: multi-token prediction is set under model.mtp, for instance {_MTP_KEYS}"
+            )
     kinds = overrides.get("moe_router_load_balancing_type", "none")
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
     if overrides.get("moe_aux_loss_coeff") and not set(kinds) & set(_AUX_LOSS_TYPES):
@@ -193,6 +218,88 @@ def _local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     for layer in block.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = LocalCoreAttention
     return block
+
+
+def _local_decoder_layer(config: Any) -> Any:
+    """The last decoder layer, whatever the pipeline stage: the layer inside each depth of multi-token prediction."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+    from verl.models.mcore.attention import LocalCoreAttention
+
+    layer = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization=config.normalization)[-1]
+    layer.submodules.self_attention.submodules.core_attention = LocalCoreAttention
+    return layer
+
+
+def _build_local_mtp_layers() -> None:
+    """megatron-bridge names TransformerEngine's layers for multi-token prediction, installed or not.
+
+    It also knows the local layers' separate norms by their name in the decoder only (idempotent).
+    """
+    from megatron.bridge.models import gpt_provider
+    from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    def block_spec(config: Any, vp_stage: int | None = None) -> Any:
+        if not config.mtp_num_layers:
+            return None
+        layer = _local_decoder_layer(config)
+        return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False, vp_stage=vp_stage)
+
+    gpt_provider.mtp_block_spec = block_spec
+    if getattr(MegatronMappingRegistry, "_names_mtp_norms", False):
+        return
+    add_decoder_norms = MegatronMappingRegistry._add_separate_layernorm_mappings
+
+    def add_norms(self: Any) -> None:
+        add_decoder_norms(self)
+        known = {mapping.megatron_param for mapping in self.mappings}
+        for mapping in list(self.mappings):
+            for fused, separate in self._SEPARATE_LAYERNORM_REWRITES:
+                name = mapping.megatron_param
+                if not (name.startswith("mtp.") and name.endswith(f".{fused}")):
+                    continue
+                name = name.removesuffix(fused) + separate
+                if name not in known:
+                    self.mappings.append(type(mapping)(name, mapping.hf_param))
+                    known.add(name)
+
+    MegatronMappingRegistry._add_separate_layernorm_mappings = add_norms
+    MegatronMappingRegistry._names_mtp_norms = True
+
+
+def named_mtp_parameters(modules: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters of the multi-token prediction layers on this rank, named from ``mtp.`` on."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            prefix, found, rest = name.partition("mtp.layers.")
+            if found:
+                yield found + rest, parameter
+
+
+def check_mtp_weights(bridge: Any, modules: list[Any], path: str) -> None:
+    """Make sure that every multi-token prediction weight came from the model folder; a collective call.
+
+    megatron-bridge only warns of a weight that it cannot find, and leaves it random.
+
+    Raises:
+        ValueError: on every rank; names the weights that are missing.
+    """
+    if not modules[0].config.mtp_num_layers:
+        return
+    tasks = bridge.get_conversion_tasks(modules, path)
+    loaded = {id(task.param_weight) for task in tasks if task is not None and task.megatron_module is not None}
+    missing = sorted(name for name, parameter in named_mtp_parameters(modules) if id(parameter) not in loaded)
+    everywhere: list[list[str]] = [missing]
+    if torch.distributed.is_initialized():
+        everywhere = [[] for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather_object(everywhere, missing)
+    missing = sorted({name for names in everywhere for name in names})
+    if missing:
+        raise ValueError(
+            f"model.path={path}: no weights for {len(missing)} multi-token prediction parameters, such as {missing[0]}; "
+            "set model.mtp.enable=False, or use a folder that holds them"
+        )
 
 
 def stream_hf_weights(

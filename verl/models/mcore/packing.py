@@ -15,7 +15,14 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["PackLayout", "alignment", "make_layout", "roll_left_within_sequences", "zigzag_indices"]
+__all__ = [
+    "PackLayout",
+    "alignment",
+    "make_layout",
+    "roll_left_within_sequences",
+    "shift_left_within_sequences",
+    "zigzag_indices",
+]
 
 
 def alignment(tp_size: int, cp_size: int) -> int:
@@ -177,3 +184,17 @@ def roll_left_within_sequences(values: torch.Tensor, lengths: torch.Tensor) -> t
     filled = lengths > 0
     index[ends[filled] - 1] = (ends - lengths)[filled]
     return values[index]
+
+
+def shift_left_within_sequences(values: torch.Tensor, lengths: torch.Tensor, by: int) -> torch.Tensor:
+    """The token ``by`` places ahead of every token, within its own sequence; 0 where the sequence has ended.
+
+    Args:
+        values: [sum(lengths)] in value order.
+        lengths: [n] int64.
+        by: places to look ahead, not negative.
+    """
+    index = torch.arange(by, values.shape[0] + by, device=values.device)
+    ends = lengths.cumsum(0).repeat_interleave(lengths, output_size=values.shape[0])
+    inside = index < ends
+    return torch.where(inside, values[torch.where(inside, index, 0)], 0) if values.numel() else values

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from verl.models.mcore.mtp_patch import count_targets
 from verl.workers.utils.losses import loss_token_count
 
 __all__ = ["LossScale", "StepCounts", "check_per_token_loss_guards", "count_step"]
@@ -27,11 +28,13 @@ class StepCounts:
         loss_tokens: targets of the main loss.
         routed_tokens: real tokens, padding aside: those that the routers see.
         sequences: sequences that hold a real token, fully masked ones included.
+        mtp_targets: trained targets of multi-token prediction, of each depth.
     """
 
     loss_tokens: int
     routed_tokens: int
     sequences: int
+    mtp_targets: tuple[int, ...] = ()
 
 
 def _routed_num_tokens(data: TensorDict) -> torch.Tensor:
@@ -48,8 +51,10 @@ def _routed_num_tokens(data: TensorDict) -> torch.Tensor:
     return torch.tensor(input_ids.numel(), device=input_ids.device)
 
 
-def count_step(data: TensorDict, dp_group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> StepCounts:
-    """Count a step over the data-parallel group: one all-reduce of three int64 numbers, one host copy.
+def count_step(
+    data: TensorDict, dp_group: dist.ProcessGroup | None, device: torch.device | str = "cpu", mtp_depths: int = 0
+) -> StepCounts:
+    """Count a step over the data-parallel group: one all-reduce of ``3 + mtp_depths`` int64 numbers, one host copy.
 
     The ranks of a context-, tensor- or pipeline-parallel group hold the same batch, so they take no part in the sum.
 
@@ -57,12 +62,17 @@ def count_step(data: TensorDict, dp_group: dist.ProcessGroup | None, device: tor
         data: this data-parallel rank's whole mini-batch.
         dp_group: the data-parallel group, without context parallelism.
         device: where the collective runs.
+        mtp_depths: depths of multi-token prediction that are trained; they read ``loss_mask``.
     """
     lengths = data["input_ids"].offsets().diff()
-    local = torch.stack([loss_token_count(data).long(), _routed_num_tokens(data), (lengths > 0).sum()]).to(device)
+    local = torch.stack([loss_token_count(data).long(), _routed_num_tokens(data), (lengths > 0).sum()])
+    if mtp_depths:
+        local = torch.cat([local, count_targets(data["loss_mask"].values(), lengths, mtp_depths)])
+    local = local.to(device)
     if dp_group is not None and dp_group.size() > 1:
         dist.all_reduce(local, group=dp_group)
-    return StepCounts(*local.tolist())
+    loss_tokens, routed_tokens, sequences, *mtp_targets = local.tolist()
+    return StepCounts(loss_tokens, routed_tokens, sequences, tuple(mtp_targets))
 
 
 @dataclass(frozen=True)
@@ -74,12 +84,18 @@ class LossScale:
         num_micro_batches: of each data-parallel rank.
         dp_size: data-parallel size, without context parallelism.
         routed_tokens: of the whole step.
+        cp_size: context-parallel size.
+        mtp_targets: of the whole step, of each depth.
+        mtp_factor: ``mtp_loss_scaling_factor``.
     """
 
     per_token: bool
     num_micro_batches: int
     dp_size: int
     routed_tokens: int
+    cp_size: int = 1
+    mtp_targets: tuple[int, ...] = ()
+    mtp_factor: float = 0.0
 
     @property
     def divisor(self) -> float:
@@ -110,6 +126,20 @@ class LossScale:
         if self.per_token:
             return self.divisor / routed
         return self.num_micro_batches * self.dp_size / routed
+
+    @property
+    def mtp(self) -> float:
+        """Factor of all depths of multi-token prediction, for Megatron's ``mtp_grad_scale_func``.
+
+        Unlike the main loss, this one is not multiplied by the context-parallel size on the way, while gradients are
+        averaged over the context-parallel ranks too when Megatron does not count tokens.
+        """
+        return self.divisor if self.per_token else float(self.num_micro_batches * self.dp_size * self.cp_size)
+
+    def mtp_weight(self, depth: int) -> float:
+        """Weight of one target's cross entropy at ``depth`` (from 1); 0 where the whole step has no target."""
+        targets = self.mtp_targets[depth - 1]
+        return self.mtp_factor / (len(self.mtp_targets) * targets) if targets else 0.0
 
 
 def check_per_token_loss_guards(

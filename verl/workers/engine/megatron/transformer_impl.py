@@ -94,7 +94,8 @@ class MegatronEngine(BaseEngine):
         self._initialize_model_parallel()
         self.bridge = load_bridge(self.model_config.path, self.model_config.trust_remote_code)
         self.vocab_size = self.bridge.hf_pretrained.config.get_text_config().vocab_size
-        provider = build_provider(self.bridge, self.engine_config, self.dtype, self.model_config.mtp)
+        mtp = self.model_config.mtp if self.trains else None  # a model that is only evaluated does without
+        provider = build_provider(self.bridge, self.engine_config, self.dtype, mtp)
         self.module = self._build_modules(provider)
         self.tf_config = get_model_config(self.module[0])
         check_per_token_loss_guards(
@@ -143,12 +144,18 @@ class MegatronEngine(BaseEngine):
     def _build_modules(self, provider: Any) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
 
+        from verl.models.mcore.bridge import check_mtp_weights, named_mtp_parameters
+
         config = self.engine_config
 
         def load(models: list[Any]) -> list[Any]:
             for model in models:
                 model.to(self.dtype)
             self.bridge.load_hf_weights(models, self.model_config.path)
+            check_mtp_weights(self.bridge, models, self.model_config.path)
+            if not self.model_config.mtp.enable_train:
+                for name, parameter in named_mtp_parameters(models):
+                    parameter.requires_grad_(False)
             return models
 
         ddp_config = None
@@ -174,6 +181,8 @@ class MegatronEngine(BaseEngine):
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.transformer.moe.router import TopKRouter
 
+        from verl.models.mcore import mtp_patch
+
         config = self.tf_config
         if self.trains:
             config.finalize_model_grads_func = finalize_model_grads
@@ -181,6 +190,9 @@ class MegatronEngine(BaseEngine):
                 hooks = [module.no_sync for module in self.module]
                 config.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
         config.moe_grad_scale_func = self._router_scale
+        config.mtp_grad_scale_func = self._mtp_scale
+        if config.mtp_num_layers:
+            mtp_patch.apply()
         for module in self.module:
             for part in module.modules():
                 if isinstance(part, TopKRouter):
@@ -189,6 +201,14 @@ class MegatronEngine(BaseEngine):
 
     def _router_scale(self) -> torch.Tensor:
         return torch.tensor(self._scale.router if self._scale is not None else 0.0, dtype=torch.float64)
+
+    def _mtp_scale(self) -> torch.Tensor:
+        return torch.tensor(self._scale.mtp if self._scale is not None else 0.0, dtype=torch.float64)
+
+    @property
+    def mtp_depths(self) -> int:
+        """Depths of multi-token prediction that are trained."""
+        return (self.tf_config.mtp_num_layers or 0) if self.model_config.mtp.enable_train else 0
 
     @property
     def per_token_loss(self) -> bool:
@@ -292,8 +312,9 @@ class MegatronEngine(BaseEngine):
             loss_agg_mode=getattr(config, "loss_agg_mode", None),
         )
         data = data.to(get_device_name()) if get_device_name() != "cpu" else data.copy()
+        mtp_depths = 0 if forward_only else self.mtp_depths
         if loss_function is not None:
-            counts = count_step(data, dp_group, get_device_name())
+            counts = count_step(data, dp_group, get_device_name(), mtp_depths)
             tu.assign_non_tensor(
                 data,
                 dp_size=dp_group.size(),
@@ -308,7 +329,15 @@ class MegatronEngine(BaseEngine):
             divisor=self.engine_config.pipeline_model_parallel_size if len(self.module) > 1 else 1,
         )
         if loss_function is not None:
-            self._scale = LossScale(self.per_token_loss, len(micro_batches), dp_group.size(), counts.routed_tokens)
+            self._scale = LossScale(
+                self.per_token_loss,
+                len(micro_batches),
+                dp_group.size(),
+                counts.routed_tokens,
+                cp_size=self.engine_config.context_parallel_size,
+                mtp_targets=counts.mtp_targets,
+                mtp_factor=self.model_config.mtp.mtp_loss_scaling_factor,
+            )
         iterators = [iter(micro_batches) for _ in self.module]
         outputs = get_forward_backward_func()(
             forward_step_func=partial(self.forward_step, loss_function=loss_function, forward_only=forward_only),
@@ -335,7 +364,11 @@ class MegatronEngine(BaseEngine):
             }
         if has_loss:
             metrics = merge_metrics([out["metrics"] for out in outputs]) if last_stage else {}
-            metrics = all_reduce_metrics(metrics, mpu.get_data_parallel_group()) if last_stage else {}
+            if last_stage:
+                # Context-parallel ranks compute the whole main loss each, but only their share of the depths' losses.
+                shares = {name: metrics.pop(name) for name in list(metrics) if name.startswith("mtp/")}
+                metrics = all_reduce_metrics(metrics, mpu.get_data_parallel_group())
+                metrics |= all_reduce_metrics(shares, mpu.get_data_parallel_group(with_context_parallel=True))
             if mpu.get_pipeline_model_parallel_world_size() > 1:
                 box = [metrics]
                 dist.broadcast_object_list(
@@ -470,6 +503,8 @@ class MegatronEngineWithLMHead(MegatronEngine):
         """Run the model on the next micro-batch."""
         micro_batch = next(batches)
         inputs = self.prepare_model_inputs(micro_batch)
+        if loss_function is not None and not forward_only and self.mtp_depths:
+            self._attach_mtp(micro_batch, inputs)
         output = model(**inputs["model"])
         finish = partial(
             self.postprocess_micro_batch_func,
@@ -479,6 +514,27 @@ class MegatronEngineWithLMHead(MegatronEngine):
             forward_only=forward_only,
         )
         return output, finish
+
+    def _attach_mtp(self, micro_batch: TensorDict, inputs: dict[str, Any]) -> None:
+        """Prepare the depths of multi-token prediction and hand them to the model with its tokens."""
+        from verl.models.mcore import mtp_patch
+
+        tokens, loss_mask = micro_batch["input_ids"].values(), micro_batch["loss_mask"].values()
+        depths = mtp_patch.make_depths(tokens, loss_mask, inputs["layout"], self.mtp_depths)
+        for number, depth in enumerate(depths, 1):
+            depth.weight = self._scale.mtp_weight(number)
+            depth.detach_encoder = self.model_config.mtp.detach_encoder
+            depth.vocab_size = self.vocab_size
+        mtp_patch.attach(inputs["model"]["input_ids"], depths)
+        inputs["mtp"] = depths
+
+    def _mtp_metrics(self, depths: list[Any]) -> dict[str, Metric]:
+        """This rank's share of each depth's mean cross entropy over the step's targets, and of their mean."""
+        means = [
+            depth.loss_sum / max(targets, 1) for depth, targets in zip(depths, self._scale.mtp_targets, strict=True)
+        ]
+        by_depth = {f"mtp/loss_{number}": Metric.sum(mean) for number, mean in enumerate(means, 1)}
+        return {"mtp/loss": Metric.sum(sum(means) / len(means)), **by_depth}
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, data: TensorDict, inputs: dict[str, Any], forward_only: bool
@@ -533,6 +589,8 @@ class MegatronEngineWithLMHead(MegatronEngine):
             loss, metrics = loss_function(model_output=model_output, data=data, dp_group=self.get_data_parallel_group())
             dp_size = self._scale.dp_size
             result["metrics"] = {"loss": Metric.sum(loss.detach() / dp_size), **metrics}
+            if "mtp" in inputs:
+                result["metrics"] |= self._mtp_metrics(inputs["mtp"])
             loss = loss * self._scale.loss
         if not self.per_token_loss:
             return loss, result
