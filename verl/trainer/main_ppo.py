@@ -34,6 +34,7 @@ def prepare(config: DictConfig) -> Callable[[], None]:
     validate_ppo_config(config)
     if config.trainer.device == "cpu":
         os.environ[DEVICE_ENV] = "cpu"
+    check_local_cpus(config)
     runner = TaskRunner(config)
     start_ray(config)
     try:
@@ -71,6 +72,32 @@ def time_limited(what: str, seconds: float):
         timer.cancel()
 
 
+def check_local_cpus(config: DictConfig) -> None:
+    """Refuse more workers than this machine has CPUs for, where Ray will be started here and workers take CPUs.
+
+    The cluster is asked again once Ray runs; this answer comes before anything slow.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    from verl.utils.device import get_device_name
+
+    kwargs = ray_init_kwargs(config)
+    if "address" in kwargs or "RAY_ADDRESS" in os.environ or get_device_name() != "cpu":
+        return
+    trainer = config.trainer
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    available = kwargs.get("num_cpus", len(cores))
+    workers = trainer.nnodes * trainer.n_gpus_per_node
+    if workers * trainer.num_cpus_per_worker > available:
+        raise ValueError(
+            f"trainer.nnodes x trainer.n_gpus_per_node={workers} worker processes at trainer.num_cpus_per_worker="
+            f"{trainer.num_cpus_per_worker} need {workers * trainer.num_cpus_per_worker:g} CPUs, and this machine "
+            f"has {available} (no GPU or NPU here, so every worker takes CPUs); use n_gpus_per_node={max(int(available), 1)} "
+            f"or num_cpus_per_worker={available / workers:g}"
+        )
+
+
 def ray_init_kwargs(config: DictConfig) -> dict[str, Any]:
     """Arguments for ``ray.init`` from ``ray_kwargs.ray_init``, without what is null."""
     given = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)
@@ -86,6 +113,8 @@ def ray_init_kwargs(config: DictConfig) -> dict[str, Any]:
 def start_ray(config: DictConfig) -> None:
     """Start or join Ray within `RAY_START_TIMEOUT_S`; does nothing when it already runs in this process."""
     import ray
+
+    import verl.single_controller.ray  # noqa: F401  sets how large a message Ray carries inline, before Ray reads it
 
     if ray.is_initialized():
         return

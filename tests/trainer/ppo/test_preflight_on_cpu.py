@@ -95,7 +95,10 @@ WRONG_PPO = [
     ({"data.train_batch_size": "many"}, ["data.train_batch_size='many' must be a whole number"]),
     ({f"{A}.rollout.response_length": 64}, ["rollout.response_length=64 contradicts data.max_response_length=512"]),
     # Layout.
-    ({"trainer.n_gpus_per_node": 3}, ["trainer.nnodes x trainer.n_gpus_per_node=3", "context 2", "use 2 or 4 ranks"]),
+    (
+        {"trainer.n_gpus_per_node": 3},
+        ["trainer.nnodes x trainer.n_gpus_per_node=3", "context_parallel_size=2", "use 2 or 4 ranks"],
+    ),
     (
         {f"{A}.actor.megatron.expert_model_parallel_size": 4},
         ["expert_model_parallel_size=4", "expert_model_parallel_size=2"],
@@ -154,7 +157,8 @@ WRONG_PPO = [
         [f"{A}.actor.megatron.use_dist_checkpointing=True is not supported"],
     ),
     ({f"{A}.actor.megatron.router_replay.mode": "record"}, ["router_replay.mode='record' is not supported"]),
-    ({f"{A}.model.mtp.enable": True}, ["model.mtp.enable=True is not supported"]),
+    ({f"{A}.model.mtp.enable_rollout": True}, ["model.mtp.enable_rollout=True is not supported"]),
+    ({f"{A}.model.mtp.enable_train": True}, ["enable_train=True trains layers that are not built", "enable=True"]),
     ({f"{A}.model.lora.rank": 8}, ["model.lora.rank=8 is not supported"]),
     ({f"{A}.rollout.enable_rollout_routing_replay": True}, ["enable_rollout_routing_replay=True is not supported"]),
     ({"reward_model.reward_manager": "naive"}, ["reward_model.reward_manager='naive'", "reward.reward_manager.name"]),
@@ -191,7 +195,7 @@ WRONG_SFT = [
         ["micro_batch_size_per_gpu=3 does not divide 2", "use 2"],
     ),
     ({"data.max_length": 9000}, ["data.max_token_len_per_gpu=8192", "data.max_length=9000", "use at least 9000"]),
-    ({"engine.tensor_model_parallel_size": 3}, ["WORLD_SIZE=4", "tensor 3", "use 3 or 6 ranks"]),
+    ({"engine.tensor_model_parallel_size": 3}, ["WORLD_SIZE=4", "tensor_model_parallel_size=3", "use 3 or 6 ranks"]),
     ({"data.pad_mode": "right"}, ["data.pad_mode='right' is not supported"]),
     ({"data.messages_key": "turns"}, ["has no column 'turns'", "its columns are messages", "a row must look like"]),
     ({"data.train_batch_size": 32}, ["holds 16 rows, fewer than data.train_batch_size=32"]),

@@ -44,8 +44,9 @@ def check_layout(engine: Mapping, path: str, world_size: int, world_words: str) 
     size = tp * pp * cp
     if world_size % size:
         errors.append(
-            f"{world_words}={world_size} ranks cannot be divided into {path}: tensor {tp} x pipeline {pp} x context "
-            f"{cp} = {size}; use {near_multiples(world_size, size)} ranks"
+            f"{world_words}={world_size} ranks cannot be divided into {path}: tensor_model_parallel_size={tp} x "
+            f"pipeline_model_parallel_size={pp} x context_parallel_size={cp} = {size}; "
+            f"use {near_multiples(world_size, size)} ranks"
         )
     ep, etp = engine["expert_model_parallel_size"], engine["expert_tensor_parallel_size"] or tp
     expert_size = ep * etp * pp

@@ -47,7 +47,8 @@ def _state(engine: Any, contents: list[str], is_loading: bool) -> dict[str, Any]
 def save_checkpoint(engine: Any, local_path: str) -> None:
     """Write what ``checkpoint.save_contents`` names to ``local_path``. Collective.
 
-    ``extra`` is the learning-rate schedule and each rank's random state; ``hf_model`` a Hugging Face folder.
+    ``extra`` is the learning-rate schedule and each rank's random state. ``hf_model`` is not written
+    here: the trainers ask for it with ``export_hf``, next to this folder.
     """
     from megatron.core import dist_checkpointing
 
@@ -63,8 +64,6 @@ def save_checkpoint(engine: Any, local_path: str) -> None:
         if engine.lr_scheduler is not None:
             extra["schedule"] = engine.lr_scheduler.state_dict()
         torch.save(extra, os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt"))
-    if "hf_model" in contents:
-        engine.export_hf(os.path.join(local_path, "huggingface"))
     dist.barrier()
 
 

@@ -45,6 +45,7 @@ class RolloutConfig(BaseConfig):
     name: str = ""
     mode: str = "async"
     n: int = 1
+    seed: int = 0
     prompt_length: int = 512
     response_length: int = 512
     do_sample: bool = True

@@ -113,7 +113,7 @@ class HFRollout(BaseRollout):
         if step is not None and step != self._step:
             self._step = step
             self._calls.clear()
-        key = (getattr(self.config, "seed", 0), _rank(), step or 0, validate, self._calls[validate])
+        key = (self.config.seed, _rank(), step or 0, validate, self._calls[validate])
         self._calls[validate] += 1
         return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
 
