@@ -90,11 +90,12 @@ def check_local_cpus(config: DictConfig) -> None:
     available = kwargs.get("num_cpus", len(cores))
     workers = trainer.nnodes * trainer.n_gpus_per_node
     if workers * trainer.num_cpus_per_worker > available:
+        needed = workers * trainer.num_cpus_per_worker
         raise ValueError(
             f"trainer.nnodes x trainer.n_gpus_per_node={workers} worker processes at trainer.num_cpus_per_worker="
-            f"{trainer.num_cpus_per_worker} need {workers * trainer.num_cpus_per_worker:g} CPUs, and this machine "
-            f"has {available} (no GPU or NPU here, so every worker takes CPUs); use n_gpus_per_node={max(int(available), 1)} "
-            f"or num_cpus_per_worker={available / workers:g}"
+            f"{trainer.num_cpus_per_worker} need {needed:g} CPUs, and this machine has {available} (no GPU or NPU here, "
+            f"so every worker takes CPUs); use n_gpus_per_node={max(int(available), 1)} or "
+            f"num_cpus_per_worker={available / workers:g}"
         )
 
 
