@@ -93,7 +93,7 @@ def check_local_cpus(config: DictConfig) -> None:
         needed = workers * trainer.num_cpus_per_worker
         raise ValueError(
             f"trainer.nnodes x trainer.n_gpus_per_node={workers} worker processes at trainer.num_cpus_per_worker="
-            f"{trainer.num_cpus_per_worker} need {needed:g} CPUs, and this machine has {available} (no GPU or NPU here, "
+            f"{trainer.num_cpus_per_worker} need {needed:g} CPUs, and this machine has {available} (no GPU or NPU, "
             f"so every worker takes CPUs); use n_gpus_per_node={max(int(available), 1)} or "
             f"num_cpus_per_worker={available / workers:g}"
         )
