@@ -259,7 +259,7 @@ class ActorRolloutRefWorker(Worker):
     def update_weights(self, global_steps: int | None = None) -> float:
         """Copy the actor's weights into the rollout, tensor by tensor; returns the seconds it took."""
         with _timed() as seconds, torch.no_grad():
-            weights, _ = self.actor.engine.get_per_tensor_param()
+            weights, _ = self.actor.engine.get_per_tensor_param(with_mtp=False)
             self.rollout.update_weights(weights, global_steps=global_steps)
         return seconds()
 

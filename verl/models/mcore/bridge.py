@@ -21,10 +21,10 @@ from verl.utils.quiet import quiet_imports
 
 __all__ = [
     "build_provider",
-    "check_mtp_weights",
     "has_transformer_engine",
+    "is_mtp_task",
     "load_bridge",
-    "named_mtp_parameters",
+    "load_weights",
     "stream_hf_weights",
 ]
 
@@ -268,38 +268,46 @@ def _build_local_mtp_layers() -> None:
     MegatronMappingRegistry._names_mtp_norms = True
 
 
-def named_mtp_parameters(modules: list[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Parameters of the multi-token prediction layers on this rank, named from ``mtp.`` on."""
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            prefix, found, rest = name.partition("mtp.layers.")
-            if found:
-                yield found + rest, parameter
+def load_weights(bridge: Any, modules: list[Any], path: str, train_mtp: bool) -> None:
+    """Read the model folder into a distributed model; a collective call.
 
-
-def check_mtp_weights(bridge: Any, modules: list[Any], path: str) -> None:
-    """Make sure that every multi-token prediction weight came from the model folder; a collective call.
-
-    megatron-bridge only warns of a weight that it cannot find, and leaves it random.
+    Args:
+        bridge: from :func:`load_bridge`.
+        modules: the model's pipeline chunks on this rank, not yet wrapped for gradient reduction.
+        path: the Hugging Face folder.
+        train_mtp: whether multi-token prediction layers are trained; if not, they are frozen.
 
     Raises:
-        ValueError: on every rank; names the weights that are missing.
+        ValueError: on every rank, naming the multi-token prediction weights that the folder lacks. megatron-bridge
+            only warns of them and leaves them random.
     """
+    bridge.load_hf_weights(modules, path)
     if not modules[0].config.mtp_num_layers:
         return
+    own = {
+        name[name.index("mtp.layers.") :]: parameter
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if "mtp.layers." in name
+    }
     tasks = bridge.get_conversion_tasks(modules, path)
     loaded = {id(task.param_weight) for task in tasks if task is not None and task.megatron_module is not None}
-    missing = sorted(name for name, parameter in named_mtp_parameters(modules) if id(parameter) not in loaded)
-    everywhere: list[list[str]] = [missing]
-    if torch.distributed.is_initialized():
-        everywhere = [[] for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather_object(everywhere, missing)
+    everywhere: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
+    mine = [name for name, parameter in own.items() if id(parameter) not in loaded]
+    torch.distributed.all_gather_object(everywhere, mine)
     missing = sorted({name for names in everywhere for name in names})
     if missing:
         raise ValueError(
-            f"model.path={path}: no weights for {len(missing)} multi-token prediction parameters, such as {missing[0]}; "
-            "set model.mtp.enable=False, or use a folder that holds them"
+            f"model.path={path}: no weights for {len(missing)} parameters of the multi-token prediction layers, such "
+            f"as {missing[0]}; set model.mtp.enable=False, or use a folder that holds them"
         )
+    for parameter in own.values():
+        parameter.requires_grad_(train_mtp)
+
+
+def is_mtp_task(task: Any) -> bool:
+    """Whether a conversion task belongs to a multi-token prediction layer."""
+    return task is not None and "mtp.layers." in task.global_param_name
 
 
 def stream_hf_weights(

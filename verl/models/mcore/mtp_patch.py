@@ -11,9 +11,10 @@ The output head is a constant for this loss: multi-token prediction trains its o
 feeds them.
 
 :func:`apply` puts three functions in place of Megatron's, :func:`remove` puts Megatron's back. What a micro-batch needs
-travels on its ``input_ids`` tensor (:func:`attach`). Without it, in evaluation for instance, the layers do not run.
+travels on its ``input_ids`` tensor (:func:`prepare`). Without it, in evaluation for instance, the layers do not run.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,15 @@ import torch.distributed as dist
 
 from verl.models.mcore.packing import PackLayout, shift_left_within_sequences
 from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs
+from verl.utils.metric import Metric
 
 __all__ = [
     "MtpDepth",
     "apply",
-    "attach",
     "count_targets",
     "legacy_mtp_loss",
-    "make_depths",
+    "loss_metrics",
+    "prepare",
     "remove",
     "trained_targets",
 ]
@@ -58,9 +60,9 @@ class MtpDepth:
     padding_mask: torch.Tensor
     targets: torch.Tensor
     valid: torch.Tensor
-    weight: float = 0.0
-    detach_encoder: bool = False
-    vocab_size: int | None = None
+    weight: float
+    detach_encoder: bool
+    vocab_size: int | None
     loss_sum: torch.Tensor | None = None
 
 
@@ -81,36 +83,57 @@ def count_targets(loss_mask: torch.Tensor, lengths: torch.Tensor, depths: int) -
     return torch.stack(counts) if counts else lengths.new_zeros(0)
 
 
-def make_depths(tokens: torch.Tensor, loss_mask: torch.Tensor, layout: PackLayout, depths: int) -> list[MtpDepth]:
-    """Shift inside each sequence, then split: what each depth of a micro-batch works on.
+def prepare(
+    input_ids: torch.Tensor,
+    *,
+    tokens: torch.Tensor,
+    loss_mask: torch.Tensor,
+    layout: PackLayout,
+    weights: Sequence[float],
+    detach_encoder: bool = False,
+    vocab_size: int | None = None,
+) -> list[MtpDepth]:
+    """Let the model that is called with this very ``input_ids`` tensor run and train its depths.
 
     Args:
+        input_ids: the packed tokens of the micro-batch.
         tokens, loss_mask: [sum(lengths)] in value order.
         layout: where the tokens go on this rank.
-        depths: number of depths.
+        weights: factor of a target's cross entropy at each depth.
+        detach_encoder, vocab_size: see :class:`MtpDepth`.
+
+    Returns:
+        The depths; the forward writes their ``loss_sum``.
     """
     lengths, made = layout.lengths, []
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=tokens.shape[0])
     positions = torch.arange(tokens.shape[0], device=tokens.device) - starts
-    for depth in range(1, depths + 1):
-        exists = shift_left_within_sequences(torch.ones_like(tokens), lengths, depth)
-        made.append(
-            MtpDepth(
-                input_ids=layout.pack(shift_left_within_sequences(tokens, lengths, depth)),
-                position_ids=layout.pack(shift_left_within_sequences(positions, lengths, depth)),
-                padding_mask=layout.pack(exists) == 0,
-                targets=layout.pack(shift_left_within_sequences(tokens, lengths, depth + 1)),
-                valid=layout.pack(trained_targets(loss_mask, lengths, depth)),
-            )
+    for number, weight in enumerate(weights, 1):
+        exists = shift_left_within_sequences(torch.ones_like(tokens), lengths, number)
+        depth = MtpDepth(
+            input_ids=layout.pack(shift_left_within_sequences(tokens, lengths, number)),
+            position_ids=layout.pack(shift_left_within_sequences(positions, lengths, number)),
+            padding_mask=layout.pack(exists) == 0,
+            targets=layout.pack(shift_left_within_sequences(tokens, lengths, number + 1)),
+            valid=layout.pack(trained_targets(loss_mask, lengths, number)),
+            weight=weight,
+            detach_encoder=detach_encoder,
+            vocab_size=vocab_size,
         )
+        setattr(input_ids, _NEXT, depth)
+        input_ids = depth.input_ids
+        made.append(depth)
     return made
 
 
-def attach(input_ids: torch.Tensor, depths: list[MtpDepth]) -> None:
-    """Let the model that is called with this very tensor run and train its depths."""
-    for depth in depths:
-        setattr(input_ids, _NEXT, depth)
-        input_ids = depth.input_ids
+def loss_metrics(depths: list[MtpDepth], targets: Sequence[int]) -> dict[str, Metric]:
+    """This rank's share of the mean cross entropy of each depth over the step's targets, and of the depths' mean.
+
+    To be summed over micro-batches, data- and context-parallel ranks. 0 where the step has no target.
+    """
+    means = [depth.loss_sum / max(count, 1) for depth, count in zip(depths, targets, strict=True)]
+    by_depth = {f"mtp/loss_{number}": Metric.sum(mean) for number, mean in enumerate(means, 1)}
+    return {"mtp/loss": Metric.sum(sum(means) / len(means)), **by_depth}
 
 
 def _depths_of(input_ids: torch.Tensor | None) -> list[MtpDepth]:
@@ -160,6 +183,10 @@ def _get_embeddings(
     return depth.input_ids, depth.position_ids, padding_mask, decoder_input, hidden_states
 
 
+def _head_weight(output_layer: Any, output_weight: torch.Tensor | None) -> torch.Tensor:
+    return (output_layer.weight if output_weight is None else output_weight).detach()
+
+
 def _process_mtp_loss(
     hidden_states: torch.Tensor,
     labels: Any,
@@ -183,7 +210,7 @@ def _process_mtp_loss(
     if not depths:
         return hidden_states
     main, *hidden = torch.chunk(hidden_states, 1 + len(depths), dim=0)
-    head = (output_layer.weight if output_weight is None else output_weight).detach()
+    head = _head_weight(output_layer, output_weight)
     for depth, states in zip(depths, hidden, strict=True):
         logits, _ = output_layer(states, weight=head, runtime_gather_output=runtime_gather_output)
         if scale_logits_fn is not None:

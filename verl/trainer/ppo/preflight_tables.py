@@ -26,16 +26,12 @@ ENGINE_NO_EFFECT = {
 
 MODEL_REFUSED = {
     "lora.rank": (0, "low-rank adapters are not supported"),
-    "mtp.enable": (False, "multi-token prediction layers are not supported yet"),
-    "mtp.enable_train": (False, "multi-token prediction layers are not supported yet"),
-    "mtp.enable_rollout": (False, "multi-token prediction layers are not supported yet"),
+    "mtp.enable_rollout": (False, "the rollout does not draft with multi-token prediction layers"),
 }
 
 MODEL_NO_EFFECT = {
     "use_fused_kernels": "log-probs are computed in chunks of tokens, without a fused kernel",
     "enable_gradient_checkpointing": "set recomputation by override_transformer_config.recompute_*",
-    "mtp.detach_encoder": "there are no multi-token prediction layers",
-    "mtp.mtp_loss_scaling_factor": "there are no multi-token prediction layers",
 }
 
 CHECKPOINT_REFUSED = {"async_save": (False, "checkpoints are written before training goes on")}

@@ -21,6 +21,10 @@ class MtpConfig(BaseConfig):
     detach_encoder: bool = False
     mtp_loss_scaling_factor: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.enable_train and not self.enable:
+            raise ValueError("enable_train=True trains layers that are not built; set enable=True too")
+
 
 @dataclass
 class HFModelConfig(BaseConfig):

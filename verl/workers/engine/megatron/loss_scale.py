@@ -136,10 +136,11 @@ class LossScale:
         """
         return self.divisor if self.per_token else float(self.num_micro_batches * self.dp_size * self.cp_size)
 
-    def mtp_weight(self, depth: int) -> float:
-        """Weight of one target's cross entropy at ``depth`` (from 1); 0 where the whole step has no target."""
-        targets = self.mtp_targets[depth - 1]
-        return self.mtp_factor / (len(self.mtp_targets) * targets) if targets else 0.0
+    @property
+    def mtp_weights(self) -> tuple[float, ...]:
+        """Weight of one target's cross entropy at each depth; 0 where the whole step has no target."""
+        depths = len(self.mtp_targets)
+        return tuple(self.mtp_factor / (depths * targets) if targets else 0.0 for targets in self.mtp_targets)
 
 
 def check_per_token_loss_guards(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from verl.models.mcore import mtp_patch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import DEVICE_NAMES, get_device_id, get_device_name
 from verl.utils.megatron import cpu_backend, offload
@@ -144,18 +145,14 @@ class MegatronEngine(BaseEngine):
     def _build_modules(self, provider: Any) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
 
-        from verl.models.mcore.bridge import check_mtp_weights, named_mtp_parameters
+        from verl.models.mcore.bridge import load_weights
 
         config = self.engine_config
 
         def load(models: list[Any]) -> list[Any]:
             for model in models:
                 model.to(self.dtype)
-            self.bridge.load_hf_weights(models, self.model_config.path)
-            check_mtp_weights(self.bridge, models, self.model_config.path)
-            if not self.model_config.mtp.enable_train:
-                for name, parameter in named_mtp_parameters(models):
-                    parameter.requires_grad_(False)
+            load_weights(self.bridge, models, self.model_config.path, train_mtp=self.model_config.mtp.enable_train)
             return models
 
         ddp_config = None
@@ -180,8 +177,6 @@ class MegatronEngine(BaseEngine):
         """Hooks on the very configuration object that Megatron's schedule reads (sections 3 and 4)."""
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.transformer.moe.router import TopKRouter
-
-        from verl.models.mcore import mtp_patch
 
         config = self.tf_config
         if self.trains:
@@ -312,9 +307,8 @@ class MegatronEngine(BaseEngine):
             loss_agg_mode=getattr(config, "loss_agg_mode", None),
         )
         data = data.to(get_device_name()) if get_device_name() != "cpu" else data.copy()
-        mtp_depths = 0 if forward_only else self.mtp_depths
         if loss_function is not None:
-            counts = count_step(data, dp_group, get_device_name(), mtp_depths)
+            counts = count_step(data, dp_group, get_device_name(), 0 if forward_only else self.mtp_depths)
             tu.assign_non_tensor(
                 data,
                 dp_size=dp_group.size(),
@@ -412,15 +406,16 @@ class MegatronEngine(BaseEngine):
         return float(self.optimizer.param_groups[0]["lr"])
 
     # ------------------------------------------------------------------ weights and checkpoints
-    def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """Stream hub-named weights; see :meth:`BaseEngine.get_per_tensor_param`. Tensors may be views of parameters."""
-        from verl.models.mcore.bridge import stream_hf_weights
+    def get_per_tensor_param(self, with_mtp: bool = True, **_: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
+        """Stream hub-named weights, those of multi-token prediction ``with_mtp`` only; tensors may be views."""
+        from verl.models.mcore.bridge import is_mtp_task, stream_hf_weights
 
         if self.engine_config.param_offload:
             self.to("device", model=True, optimizer=False, grad=False)
         if self._export_tasks is None:
             self._export_tasks = self.bridge.get_conversion_tasks(self.module)
-        return stream_hf_weights(self.bridge, self.module, self._export_tasks), None
+        tasks = self._export_tasks if with_mtp else [t for t in self._export_tasks if not is_mtp_task(t)]
+        return stream_hf_weights(self.bridge, self.module, tasks), None
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face folder: weights, config, tokenizer, generation config. Collective; rank 0 writes."""
@@ -504,7 +499,15 @@ class MegatronEngineWithLMHead(MegatronEngine):
         micro_batch = next(batches)
         inputs = self.prepare_model_inputs(micro_batch)
         if loss_function is not None and not forward_only and self.mtp_depths:
-            self._attach_mtp(micro_batch, inputs)
+            inputs["mtp"] = mtp_patch.prepare(
+                inputs["model"]["input_ids"],
+                tokens=micro_batch["input_ids"].values(),
+                loss_mask=micro_batch["loss_mask"].values(),
+                layout=inputs["layout"],
+                weights=self._scale.mtp_weights,
+                detach_encoder=self.model_config.mtp.detach_encoder,
+                vocab_size=self.vocab_size,
+            )
         output = model(**inputs["model"])
         finish = partial(
             self.postprocess_micro_batch_func,
@@ -514,27 +517,6 @@ class MegatronEngineWithLMHead(MegatronEngine):
             forward_only=forward_only,
         )
         return output, finish
-
-    def _attach_mtp(self, micro_batch: TensorDict, inputs: dict[str, Any]) -> None:
-        """Prepare the depths of multi-token prediction and hand them to the model with its tokens."""
-        from verl.models.mcore import mtp_patch
-
-        tokens, loss_mask = micro_batch["input_ids"].values(), micro_batch["loss_mask"].values()
-        depths = mtp_patch.make_depths(tokens, loss_mask, inputs["layout"], self.mtp_depths)
-        for number, depth in enumerate(depths, 1):
-            depth.weight = self._scale.mtp_weight(number)
-            depth.detach_encoder = self.model_config.mtp.detach_encoder
-            depth.vocab_size = self.vocab_size
-        mtp_patch.attach(inputs["model"]["input_ids"], depths)
-        inputs["mtp"] = depths
-
-    def _mtp_metrics(self, depths: list[Any]) -> dict[str, Metric]:
-        """This rank's share of each depth's mean cross entropy over the step's targets, and of their mean."""
-        means = [
-            depth.loss_sum / max(targets, 1) for depth, targets in zip(depths, self._scale.mtp_targets, strict=True)
-        ]
-        by_depth = {f"mtp/loss_{number}": Metric.sum(mean) for number, mean in enumerate(means, 1)}
-        return {"mtp/loss": Metric.sum(sum(means) / len(means)), **by_depth}
 
     def prepare_model_outputs(
         self, logits: torch.Tensor, data: TensorDict, inputs: dict[str, Any], forward_only: bool
@@ -590,7 +572,7 @@ class MegatronEngineWithLMHead(MegatronEngine):
             dp_size = self._scale.dp_size
             result["metrics"] = {"loss": Metric.sum(loss.detach() / dp_size), **metrics}
             if "mtp" in inputs:
-                result["metrics"] |= self._mtp_metrics(inputs["mtp"])
+                result["metrics"] |= mtp_patch.loss_metrics(inputs["mtp"], self._scale.mtp_targets)
             loss = loss * self._scale.loss
         if not self.per_token_loss:
             return loss, result
