@@ -96,6 +96,7 @@ class Case:
     masked_rows: tuple[int, ...] = ()
     dtype: str = "float32"
     overrides: dict[str, Any] = field(default_factory=dict)
+    overlap_grad_reduce: bool = False
     mtp: MtpConfig = field(default_factory=MtpConfig)
 
     @property
@@ -138,6 +139,7 @@ def engine(path: str, case: Case, optimizer: McoreOptimizerConfig | None = _OPTI
         use_distributed_optimizer=case.distributed_optimizer,
         dtype=case.dtype,
         per_token_loss_guards=False,
+        override_ddp_config={"overlap_grad_reduce": case.overlap_grad_reduce},
         override_transformer_config={
             "moe_z_loss_coeff": case.z_loss or None,
             "calculate_per_token_loss": case.per_token_loss,

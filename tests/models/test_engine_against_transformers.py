@@ -31,8 +31,11 @@ LAYOUTS = {
 
 def hf_log_probs(model: torch.nn.Module, ids: torch.Tensor, temperature: float) -> torch.Tensor:
     """[j - 1]: log-probs of the second to the last token."""
-    logits = model(ids[None]).logits[0, :-1] / temperature
-    return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    return log_probs_of(model(ids[None]).logits, ids, temperature)
+
+
+def log_probs_of(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    return torch.log_softmax(logits[0, :-1] / temperature, -1).gather(1, ids[1:, None])[:, 0]
 
 
 def real_tokens(batch: torch.Tensor, row: int) -> torch.Tensor:
@@ -77,24 +80,31 @@ def test_log_probs_equal_transformers_in_every_layout(model_path: str) -> None:
     assert max(worst.values()) <= 1e-5, worst
 
 
-def hf_update_gradient(path: str) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradient of one clipped policy loss over the whole batch, written out, by hub name."""
+def hf_update_gradient(path: str, z_coef: float) -> tuple[dict[str, torch.Tensor], float]:
+    """Gradient of one clipped policy loss and the routers' z-loss over the whole batch, written out, by hub name.
+
+    The loss returned is the policy's.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
     batch = padded_batch()
     total, num_tokens = 0.0, batch["response_mask"].sum()
+    squares, num_routed = 0.0, batch["attention_mask"].sum()
     for row in range(batch.batch_size[0]):
         mask = batch["response_mask"][row].bool()
         response = int(batch["attention_mask"][row, batch["prompts"].shape[1] :].sum())
-        log_prob = hf_log_probs(model, real_tokens(batch, row), 0.8)[-response:]
+        ids = real_tokens(batch, row)
+        output = model(ids[None], output_router_logits=True)
+        squares = squares + sum(logits.logsumexp(-1).square().sum() for logits in output.router_logits)
+        log_prob = log_probs_of(output.logits, ids, 0.8)[-response:]
         ratio = (log_prob - batch["old_log_probs"][row, :response]).clamp(-20, 20).exp()
         advantage = batch["advantages"][row, :response]
         token_loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
         token_loss = torch.where(advantage < 0, torch.minimum(token_loss, -3 * advantage), token_loss)
         total = total + token_loss[mask[:response]].sum()
     loss = total / num_tokens
-    loss.backward()
+    (loss + z_coef * squares / num_routed).backward()
     return by_hub_name(model), loss.item()
 
 
@@ -123,13 +133,20 @@ UPDATES = {
     "cp2 one micro-batch": Case("cp2 one micro-batch", cp=2, micro_batch_size=8),
     "cp2 dynamic": Case("cp2 dynamic", cp=2, token_budget=12),
     "dp2 dynamic distributed optimizer": Case("dp2 dynamic", token_budget=24, distributed_optimizer=True),
+    "cp2 z-loss": Case("cp2 z-loss", cp=2, z_loss=0.1),
+    "cp2 z-loss flag": Case("cp2 z-loss flag", cp=2, z_loss=0.1, per_token_loss=True),
+    "dp2 z-loss dense dynamic": Case("dp2 z-loss", z_loss=0.1, token_budget=24, dense=True),
+    "tp2 z-loss flag": Case("tp2 z-loss", tp=2, z_loss=0.1, per_token_loss=True, micro_batch_size=4),
+    "ep2 z-loss": Case("ep2 z-loss", ep=2, z_loss=0.1, micro_batch_size=1),
+    "pp2 z-loss": Case("pp2 z-loss", pp=2, z_loss=0.1),
 }
 
 
 def update_gradients(rank: int, world: int, path: str) -> dict[str, tuple]:
-    expected, expected_loss = hf_update_gradient(path)
+    by_coefficient = {coef: hf_update_gradient(path, coef) for coef in sorted({c.z_loss for c in UPDATES.values()})}
     results = {}
     for name, case in UPDATES.items():
+        expected, expected_loss = by_coefficient[case.z_loss]
         with engine(path, case) as built, built.train_mode():
             data = rank_batch(case, built)
             built.optimizer_zero_grad()

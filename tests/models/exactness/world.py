@@ -46,7 +46,7 @@ class Reference:
 
 @dataclass
 class Result:
-    """Errors of one check against its reference; relative, except ``replicas``."""
+    """Errors of one check against its reference; relative, except ``replicas``. ``size`` is the gradient's norm."""
 
     check: Check
     whole: float
@@ -55,6 +55,7 @@ class Result:
     metrics: float
     metric: str
     replicas: float
+    size: float
     norm: float | None = None
     update: float | None = None
     seconds: float = 0.0
@@ -289,7 +290,7 @@ def measure(built: Any, check: Check, expected: Reference) -> Result:
         whole, worst, parameter = difference(got, expected.gradients)
         spread = replica_spread(built)
         metrics, metric = metric_error(output["metrics"], output["loss"], expected.metrics)
-        result = Result(check, whole, worst, parameter, metrics, metric, spread)
+        result = Result(check, whole, worst, parameter, metrics, metric, spread, expected.norm)
         if check.step:
             norm = built.optimizer_step()
             result.norm = abs(norm - expected.norm) / max(expected.norm, 1e-12)
