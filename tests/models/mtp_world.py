@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model with multi-token prediction layers, and the gradient of its objective written out for one process."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +15,80 @@ from tests.models.gradients import Gradients, whole_gradients
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, EXPERTS, MOE_WIDTH, LAYERS = 32, 4, 2, 8, 4, 24, 2
 
 
+class _Draw:
+    """Random weights by hub name, large enough for routing and next tokens to be far from uniform."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator) * 2.5 / shape[-1] ** 0.5
+
+    def scale(self, size: int) -> torch.Tensor:
+        return 1 + 0.2 * torch.randn(size, generator=self.generator)
+
+    def mlp(self, prefix: str, width: int = MOE_WIDTH) -> dict[str, torch.Tensor]:
+        named = {f"{prefix}.{name}_proj.weight": self.matrix(width, HIDDEN) for name in ("gate", "up")}
+        return named | {f"{prefix}.down_proj.weight": self.matrix(HIDDEN, width)}
+
+    def attention(self, layer: str) -> dict[str, torch.Tensor]:
+        """A layer's attention and its two norms over the hidden size."""
+        sizes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+        named = {
+            f"{layer}.self_attn.{name}_proj.weight": self.matrix(n * HEAD_DIM, HIDDEN) for name, n in sizes.items()
+        }
+        named[f"{layer}.self_attn.o_proj.weight"] = self.matrix(HIDDEN, HEADS * HEAD_DIM)
+        named |= {f"{layer}.self_attn.{name}_norm.weight": self.scale(HEAD_DIM) for name in ("q", "k")}
+        return named | {
+            f"{layer}.{n}.weight": self.scale(HIDDEN) for n in ("input_layernorm", "post_attention_layernorm")
+        }
+
+
+def _save(folder: str, config: Any, weights: dict[str, torch.Tensor]) -> str:
+    from verl.utils.tiny_model import build_character_tokenizer
+
+    config.save_pretrained(folder)
+    build_character_tokenizer(VOCAB).save_pretrained(folder)
+    save_file(weights, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
+    return folder
+
+
+def save_tiny_qwen3(folder: str, seed: int = 4) -> str:
+    """A random dense Qwen3 with one prediction layer in hub format; embedding and output head are one matrix."""
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+        mtp_num_hidden_layers=1,
+        dtype="float32",
+    )
+    draw = _Draw(seed)
+    weights = {
+        "model.embed_tokens.weight": draw.matrix(VOCAB, HIDDEN),
+        "mtp.fc.weight": draw.matrix(HIDDEN, 2 * HIDDEN),
+    }
+    norms = ("model.norm", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    weights |= {f"{name}.weight": draw.scale(HIDDEN) for name in norms}
+    for layer in (*(f"model.layers.{i}" for i in range(LAYERS)), "mtp.layers.0"):
+        weights |= draw.attention(layer) | draw.mlp(f"{layer}.mlp", 48)
+    return _save(folder, config, weights)
+
+
 def save_tiny_hy_v3(folder: str, depths: int, seed: int = 3) -> str:
     """A random HYV3 (MoE layers) in hub format, whose ``depths`` prediction layers follow the decoder's.
 
     Transformers does not know the prediction layers, so the weights are drawn here, name by name.
     """
     from transformers import HYV3Config
-
-    from verl.utils.tiny_model import build_character_tokenizer
 
     config = HYV3Config(
         vocab_size=VOCAB,
@@ -45,42 +110,21 @@ def save_tiny_hy_v3(folder: str, depths: int, seed: int = 3) -> str:
         num_nextn_predict_layers=depths,
         dtype="float32",
     )
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 2.5 / shape[-1] ** 0.5
-
-    def scale(size: int) -> torch.Tensor:
-        return 1 + 0.2 * torch.randn(size, generator=generator)
-
-    def mlp(prefix: str) -> dict[str, torch.Tensor]:
-        named = {f"{prefix}.{name}_proj.weight": matrix(MOE_WIDTH, HIDDEN) for name in ("gate", "up")}
-        return named | {f"{prefix}.down_proj.weight": matrix(HIDDEN, MOE_WIDTH)}
-
+    draw = _Draw(seed)
+    matrix, scale, mlp = draw.matrix, draw.scale, draw.mlp
     weights = {"model.embed_tokens.weight": matrix(VOCAB, HIDDEN), "lm_head.weight": matrix(VOCAB, HIDDEN)}
     weights["model.norm.weight"] = scale(HIDDEN)
     for number in range(LAYERS + depths):
         layer = f"model.layers.{number}"
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            weights[f"{layer}.self_attn.{name}_proj.weight"] = matrix(heads * HEAD_DIM, HIDDEN)
-        weights[f"{layer}.self_attn.o_proj.weight"] = matrix(HIDDEN, HEADS * HEAD_DIM)
-        for name in ("q_norm", "k_norm"):
-            weights[f"{layer}.self_attn.{name}.weight"] = scale(HEAD_DIM)
-        norms = ["input_layernorm", "post_attention_layernorm"]
+        weights |= draw.attention(layer)
         if number >= LAYERS:
-            norms += ["enorm", "hnorm", "final_layernorm"]
+            weights |= {f"{layer}.{name}.weight": scale(HIDDEN) for name in ("enorm", "hnorm", "final_layernorm")}
             weights[f"{layer}.eh_proj.weight"] = matrix(HIDDEN, 2 * HIDDEN)
-        weights |= {f"{layer}.{name}.weight": scale(HIDDEN) for name in norms}
         weights[f"{layer}.mlp.router.gate.weight"] = matrix(EXPERTS, HIDDEN)
         weights |= mlp(f"{layer}.mlp.shared_mlp")
         for expert in range(EXPERTS):
             weights |= mlp(f"{layer}.mlp.experts.{expert}")
-    config.save_pretrained(folder)
-    build_character_tokenizer(VOCAB).save_pretrained(folder)
-    save_file(weights, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
-    with open(os.path.join(folder, "config.json")) as file:
-        assert json.load(file)["num_nextn_predict_layers"] == depths
-    return folder
+    return _save(folder, config, weights)
 
 
 def sequences(case: Case) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -128,7 +172,8 @@ def reference(engine: Any, case: Case, main_factor: float = 1.0) -> tuple[Gradie
             entering, rope, *_ = model._preprocess(input_ids=ids, position_ids=torch.arange(len(tokens))[None])
             hidden = model.decoder(hidden_states=entering, attention_mask=None, rotary_pos_emb=rope)
             num_tokens += len(tokens)
-            head, temperature = model.output_layer.weight, 0.8
+            tied = model.share_embeddings_and_output_weights
+            head, temperature = model.embedding.word_embeddings.weight if tied else model.output_layer.weight, 0.8
             for k in range(depths + 1):
                 if k:
                     if len(tokens) <= k:

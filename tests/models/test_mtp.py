@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.models.engine_world import Case, engine, loss_function, rank_batch
 from tests.models.gradients import Gradients, difference, replica_spread, whole_gradients
-from tests.models.mtp_world import LAYERS, reference, save_tiny_hy_v3
+from tests.models.mtp_world import LAYERS, reference, save_tiny_hy_v3, save_tiny_qwen3
 from tests.utils_dist import run_world
 from verl.models.mcore import mtp_patch
 from verl.models.mcore.packing import PackLayout
@@ -31,10 +31,12 @@ MTP = MtpConfig(enable=True, enable_train=True, mtp_loss_scaling_factor=0.7)
 BASE = Case(
     "base", loss="sft", dtype="float64", z_loss=0.1, mtp=MTP, overrides={"moe_router_enable_expert_bias": False}
 )
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FIRST_ROWS, ODD_ROWS, ALL_ROWS = (0, 1, 2, 3), (1, 3, 5, 7), tuple(range(8))
 # Sequences per micro-batch, rows without a target: in turn a whole first micro-batch, whole ranks, the whole batch.
 SPLITS = ((2, ()), (2, FIRST_ROWS), (1, ODD_ROWS), (8, ()), (4, ALL_ROWS))
 EVERY_SPLIT = ("dp4", "cp2 dp2", "cp2 dp2 flag", "tp2 pp2 flag")  # the other layouts get the first three
+# name -> (which model: its depths, 0 for the dense one with one depth and tied embeddings; the layout)
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4": (2, {}),
     "dp4 flag": (2, {"per_token_loss": True}),
@@ -48,7 +50,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 dp2 dense": (2, {"tp": 2, "dense": True}),
     "pp2 cp2": (2, {"pp": 2, "cp": 2}),
     "tp2 pp2 flag": (2, {"tp": 2, "pp": 2, "per_token_loss": True}),
-    "ep2 cp2": (2, {"ep": 2, "cp": 2}),
+    "ep2 cp2 recomputed": (2, {"ep": 2, "cp": 2, "overrides": BASE.overrides | RECOMPUTE}),
+    "tied cp2 dp2 flag": (0, {"cp": 2, "per_token_loss": True}),
+    "tied tp2 pp2": (0, {"tp": 2, "pp": 2}),
 }
 
 
@@ -101,7 +105,8 @@ def layouts(rank: int, world: int, folders: dict[int, str]) -> dict[str, tuple]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     root = tmp_path_factory.mktemp("mtp")
-    return {depths: save_tiny_hy_v3(str(root / f"depths{depths}"), depths) for depths in (1, 2)}
+    models = {depths: save_tiny_hy_v3(str(root / f"depths{depths}"), depths) for depths in (1, 2)}
+    return models | {0: save_tiny_qwen3(str(root / "tied"))}
 
 
 @pytest.mark.gloo
