@@ -127,6 +127,7 @@ def engine(path: str, case: Case, optimizer: McoreOptimizerConfig | None = _OPTI
     logging.disable(logging.WARNING)
     from verl.utils.megatron.cpu_backend import reset_megatron_state
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+    from verl.workers.engine.megatron.value_head import MegatronEngineWithValueHead
 
     config = McoreEngineConfig(
         tensor_model_parallel_size=case.tp,
@@ -147,7 +148,8 @@ def engine(path: str, case: Case, optimizer: McoreOptimizerConfig | None = _OPTI
         },
     )
     model = HFModelConfig(path=path, use_remove_padding=not case.dense, mtp=case.mtp)
-    built = MegatronEngineWithLMHead(model, config, optimizer)
+    engine_cls = MegatronEngineWithValueHead if case.loss == "value" else MegatronEngineWithLMHead
+    built = engine_cls(model, config, optimizer)
     built.initialize()
     try:
         yield built

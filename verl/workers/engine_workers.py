@@ -34,6 +34,7 @@ def _import_engines() -> None:
     """Fill the registry; the engines' dependencies are loaded only in processes that train."""
     with quiet_imports():
         import verl.workers.engine.megatron.transformer_impl  # noqa: F401
+        import verl.workers.engine.megatron.value_head  # noqa: F401
 
 
 class TrainingWorker(Worker):

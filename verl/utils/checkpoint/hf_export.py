@@ -4,7 +4,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ def save_hf_folder(
     *,
     is_writer: bool = True,
     max_shard_bytes: int = 5 << 30,
+    removed: Collection[str] = (),
+    added: Collection[str] = (),
 ) -> None:
     """Write ``weights`` and the non-weight files of ``source`` (config, tokenizer, generation config) to ``target``.
 
@@ -35,6 +37,8 @@ def save_hf_folder(
         target: folder to write; made if missing.
         is_writer: whether this process writes.
         max_shard_bytes: largest weight file.
+        removed: names of ``source`` that are not in ``weights``, where there are such.
+        added: names that are in ``weights`` besides.
 
     Raises:
         ValueError: when a tensor of ``source`` was not in ``weights``, or the other way round; lists them.
@@ -58,7 +62,7 @@ def save_hf_folder(
         shard[name] = tensor
         size, total = size + num_bytes, total + num_bytes
     shards.append(_write_shard(shard, target, len(shards)))
-    _check_names({name for names in shards for name in names}, source)
+    _check_names({name for names in shards for name in names}, source, set(removed), set(added))
     _name_shards(shards, target, total)
     for file in sorted(Path(source).iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
@@ -87,13 +91,14 @@ def _name_shards(shards: list[list[str]], target: str, total_bytes: int) -> None
         json.dump({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, file, indent=2, sort_keys=True)
 
 
-def _check_names(written: set[str], source: str) -> None:
+def _check_names(written: set[str], source: str, removed: set[str], added: set[str]) -> None:
     expected: set[str] = set()
     for file in Path(source).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
             expected.update(content.keys())
     if not expected:
         return  # the source holds another weight format; its names cannot be read cheaply
+    expected = (expected - removed) | added
     missing, extra = sorted(expected - written), sorted(written - expected)
     if missing or extra:
         raise ValueError(

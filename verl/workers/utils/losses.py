@@ -16,12 +16,13 @@ from tensordict import TensorDict
 from verl.algos.aggregation import agg_loss, select
 from verl.algos.kl import kl_penalty
 from verl.algos.policy_loss import get_policy_loss_fn
+from verl.algos.value_loss import compute_value_loss
 from verl.utils import tensordict_utils as tu
 from verl.utils.jagged import jagged_parts
 from verl.utils.metric import Metric
 from verl.workers.utils.padding import no_padding_2_padding
 
-__all__ = ["loss_token_count", "ppo_loss", "sft_loss"]
+__all__ = ["loss_token_count", "ppo_loss", "sft_loss", "value_loss"]
 
 
 def _step_counts(data: TensorDict) -> dict[str, Any]:
@@ -146,3 +147,34 @@ def sft_loss(
     log_probs, _ = jagged_parts(model_output["log_probs"])
     loss = agg_loss(-log_probs[None], _next_token_mask(data["loss_mask"])[None], "token-mean", **counts)
     return loss, {"sft/loss": Metric.sum(loss / counts["dp_size"])}
+
+
+def value_loss(
+    config: Any, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None
+) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """The critic's loss: half the squared error of the values, clipped around the old ones.
+
+    Args:
+        config: the critic's configuration (cliprange_value, loss_agg_mode, loss_scale_factor, max_response_length).
+        model_output: jagged [B, j] ``values``; entry t is the value of the sequence up to token t, before token t + 1.
+        data: one micro-batch: response_mask, values and returns, all [B, R]; metadata dp_size, batch_num_tokens and
+            global_batch_size of the whole step. Without the two counts the micro-batch must be the whole step.
+        dp_group: part of the contract, unused.
+
+    Returns:
+        (0-d loss times dp_size, metrics); the loss is a sum over micro-batches and ranks, the others are token means.
+    """
+    scale = _step_counts(data) | {
+        "loss_scale_factor": config.loss_scale_factor,
+        "max_response_length": config.max_response_length,
+    }
+    loss, metrics = compute_value_loss(
+        vpreds=no_padding_2_padding(model_output["values"], data),
+        returns=data["returns"],
+        values=data["values"],
+        response_mask=data["response_mask"],
+        cliprange_value=config.cliprange_value,
+        loss_agg_mode=config.loss_agg_mode,
+        **scale,
+    )
+    return loss, metrics | {"critic/vf_loss": Metric.sum(loss / scale["dp_size"])}

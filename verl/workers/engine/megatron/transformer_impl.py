@@ -153,6 +153,7 @@ class MegatronEngine(BaseEngine):
             for model in models:
                 model.to(self.dtype)
             load_weights(self.bridge, models, self.model_config.path, train_mtp=self.model_config.mtp.enable_train)
+            self._after_loading(models)
             return models
 
         ddp_config = None
@@ -172,6 +173,9 @@ class MegatronEngine(BaseEngine):
                 use_cpu_initialization=get_device_name() == "cpu",
                 pre_wrap_hook=load,
             )
+
+    def _after_loading(self, models: list[Any]) -> None:
+        """Change the loaded model before it is wrapped; a language model is left as it is."""
 
     def _wire_step(self) -> None:
         """Hooks on the very configuration object that Megatron's schedule reads (sections 3 and 4)."""
@@ -293,8 +297,7 @@ class MegatronEngine(BaseEngine):
 
         Raises:
             ValueError: for what section 5 refuses under ``calculate_per_token_loss``, and for a sequence above the
-                token
-                budget.
+                token budget.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
