@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.models.exactness.checks import AUX_TYPES, DATA, LAYOUTS, LOSSES, MODES, SPLITS, Check, aux_checks, design
+from tests.models.exactness.limits import errors_beyond_limits
 from tests.models.exactness.models import save_models
 from tests.models.exactness.world import Result, describe, run_checks
 from tests.utils_dist import run_world
 
-# Megatron keeps the gradient norm and the clipping factor in float32, whatever the model's type.
-LIMITS = {
-    "float64": {"gradient": 1e-13, "metric": 1e-12, "norm": 1e-6, "update": 1e-6},
-    "float32": {"gradient": 1e-5, "metric": 1e-5, "norm": 1e-5, "update": 1e-5},
-}
 FAMILIES = {
     "data parallel": ("dp4", "dp4 overlapped"),
     "context": ("cp2 dp2", "cp4"),
@@ -32,20 +28,6 @@ FAMILIES = {
 
 def all_checks() -> list[Check]:
     return design() + aux_checks()
-
-
-def failures(result: Result) -> list[str]:
-    """Which comparisons of a result are beyond their limits."""
-    limits = LIMITS[result.check.dtype]
-    errors = {
-        "whole gradient": (result.whole, limits["gradient"]),
-        f"parameter {result.parameter}": (result.worst, limits["gradient"]),
-        f"metric {result.metric}": (result.metrics, limits["metric"]),
-        "replicas": (result.replicas, 0.0),
-        "gradient norm": (result.norm or 0.0, limits["norm"]),
-        "updated weights": (result.update or 0.0, limits["update"]),
-    }
-    return [f"{name} {error:.1e} > {limit:.0e}" for name, (error, limit) in errors.items() if not error <= limit]
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +81,11 @@ def test_every_case_has_the_gradient_of_the_unsharded_model(results: list[list[R
         assert [result.check.name for result in by_rank] == [check.name for check in checks]
     wrong = {}
     for result in itertools.chain(*results):
-        found = failures(result)
+        found = errors_beyond_limits(result)
         if found:
-            wrong[result.check.name] = ", ".join(found)
+            wrong[result.check.name] = ", ".join(
+                f"{name} {error:.1e} > {limit:.0e}" for name, (error, limit) in found.items()
+            )
     print("\n".join(describe(result) for result in results[0]))
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
 

@@ -302,6 +302,11 @@ def measure(built: Any, check: Check, expected: Reference) -> Result:
     return result
 
 
+def engine_of(paths: dict[str, str], check: Check) -> Any:
+    """Context manager: the engine that a check runs on."""
+    return engine(paths[check.model], prepared(check), optimizer=optimizer_config())
+
+
 def run_checks(
     rank: int, world: int, paths: dict[str, str], checks: list[Check], progress: bool = False
 ) -> list[Result]:
@@ -314,7 +319,7 @@ def run_checks(
         for check in checks:
             if check.engine_key != key or (results and results[-1].check.step):
                 stack.__exit__(None, None, None)
-                stack = engine(paths[check.model], prepared(check), optimizer=optimizer_config())
+                stack = engine_of(paths, check)
                 built, key = stack.__enter__(), check.engine_key
             results.append(measure(built, check, known[check.reference_key]))
             if progress and rank == 0:
