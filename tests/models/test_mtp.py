@@ -22,8 +22,15 @@ from tests.models.mtp_world import LAYERS, reference, save_tiny_hy_v3, save_tiny
 from tests.utils_dist import run_world
 from verl.models.mcore import mtp_patch
 from verl.models.mcore.packing import PackLayout
+from verl.utils import tensordict_utils as tu
 from verl.utils.metric import Metric
-from verl.workers.config import HFModelConfig, McoreEngineConfig, MtpConfig
+from verl.workers.config import (
+    HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    MtpConfig,
+    TrainingWorkerConfig,
+)
 from verl.workers.engine.megatron.loss_scale import LossScale
 
 MTP = MtpConfig(enable=True, enable_train=True, mtp_loss_scaling_factor=0.7)
@@ -346,3 +353,51 @@ def test_what_is_trained_built_and_loaded(folders: dict[int, str], tmp_path: Pat
         assert (name in results["rollout names"]) != is_mtp
     assert "no weights for" in results["incomplete"] and "mtp.layers.0." in results["incomplete"]
     assert "experts" in results["incomplete"]
+
+
+# ------------------------------------------------------------------ a run
+def run_and_resume(rank: int, world: int, path: str, folder: str) -> dict[str, Any]:
+    from verl.utils.megatron.cpu_backend import reset_megatron_state
+
+    case = replace(BASE, dtype="float32")
+
+    def worker() -> Any:
+        from verl.workers.engine_workers import TrainingWorker
+
+        built = TrainingWorker(
+            TrainingWorkerConfig(
+                model_config=HFModelConfig(path=path, mtp=MTP),
+                engine_config=McoreEngineConfig(
+                    dtype="float32", context_parallel_size=2, override_transformer_config=dict(BASE.overrides)
+                ),
+                optimizer_config=McoreOptimizerConfig(lr=1e-2, total_training_steps=20),
+            )
+        )
+        built.reset()
+        built.set_loss_fn(loss_function(case))
+        return built
+
+    def update(built: Any) -> dict[str, float]:
+        return tu.get_non_tensor_data(built.train_batch(rank_batch(case, built.engine)), "metrics", {})
+
+    first = worker()
+    results: dict[str, Any] = {"metrics": [update(first) for _ in range(3)]}
+    first.save_checkpoint(folder)
+    results["next"] = update(first)
+    reset_megatron_state()
+    second = worker()
+    update(second)
+    second.load_checkpoint(folder)
+    results["resumed"] = update(second)
+    reset_megatron_state()
+    return results
+
+
+@pytest.mark.gloo
+def test_training_lowers_the_loss_of_each_depth_and_resumes(folders: dict[int, str], tmp_path: Path) -> None:
+    for results in run_world(run_and_resume, 2, folders[2], str(tmp_path / "checkpoint"), timeout_s=200):
+        for name in ("mtp/loss", "mtp/loss_1", "mtp/loss_2", "loss"):
+            values = [metrics[name] for metrics in results["metrics"]]
+            assert values[2] < values[1] < values[0], (name, values)
+        for name in ("loss", "mtp/loss", "grad_norm", "lr"):
+            assert results["resumed"][name] == results["next"][name], name

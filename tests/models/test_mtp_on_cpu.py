@@ -2,6 +2,7 @@
 """Multi-token prediction without a model: targets, counts, weights, the legacy form, patching in and out."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.models.mcore import mtp_patch
+from verl.models.mcore.bridge import _check_overrides, _mtp_settings
 from verl.models.mcore.mtp_patch import count_targets, legacy_mtp_loss, loss_metrics, prepare, trained_targets
 from verl.models.mcore.packing import make_layout, shift_left_within_sequences
 from verl.utils.metric import merge_metrics
@@ -196,3 +198,23 @@ def test_patches_go_in_and_come_out() -> None:
 def test_layers_that_are_not_built_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="enable=True"):
         MtpConfig(enable_train=True)
+
+
+@pytest.mark.parametrize("mtp", [None, MtpConfig()])
+def test_off_clears_every_name_of_the_layer_count(mtp: MtpConfig | None) -> None:
+    settings = _mtp_settings(SimpleNamespace(mtp_num_layers=2), mtp)
+    assert settings == {"mtp_num_layers": None, "num_nextn_predict_layers": None, "mtp_num_hidden_layers": None}
+
+
+def test_enabling_layers_that_the_model_lacks_is_an_error() -> None:
+    enabled = MtpConfig(enable=True, mtp_loss_scaling_factor=0.3)
+    assert _mtp_settings(SimpleNamespace(mtp_num_layers=2), enabled) == {"mtp_loss_scaling_factor": 0.3}
+    for provider in (SimpleNamespace(mtp_num_layers=None), SimpleNamespace(mtp_num_layers=0), SimpleNamespace()):
+        with pytest.raises(ValueError, match="model.mtp.enable=True: the model has no multi-token prediction layer"):
+            _mtp_settings(provider, enabled)
+
+
+@pytest.mark.parametrize("name", ["mtp_num_layers", "mtp_loss_scaling_factor", "mtp_detach_heads"])
+def test_the_layers_are_not_set_behind_the_configuration(name: str) -> None:
+    with pytest.raises(ValueError, match=f"override_transformer_config.{name}.*model.mtp.enable"):
+        _check_overrides(SimpleNamespace(**{name: None}), {name: 1})
