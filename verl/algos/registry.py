@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table of functions that users extend with a decorator and pick by name in the configuration."""
+"""A table of functions that users extend with a decorator and pick by name, or by path, in the configuration."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Callable
 from enum import Enum
 
@@ -47,17 +48,37 @@ class Registry:
         return put
 
     def get(self, name: str | Enum) -> Callable:
-        """The function registered under `name`.
+        """The function registered under `name`, or the one that ``package.module:function`` names.
 
         Raises:
-            ValueError: nobody registered that name; the message lists the names there are and the closest one.
+            ValueError: nobody registered that name (the message lists the names there are and the closest one), or the
+                module or function cannot be had.
         """
         plain = _plain(name)
         if plain in self._functions:
             return self._functions[plain]
+        if ":" in plain:
+            return self._import(plain)
         close = difflib.get_close_matches(plain, self._functions, n=1)
         hint = f", did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"{self._key}={plain!r} is no known {self._kind}{hint} (known: {', '.join(self.names())})")
+
+    def _import(self, path: str) -> Callable:
+        module_name, _, function_name = path.partition(":")
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise ValueError(
+                f"{self._key}={path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); "
+                "its folder must be the working directory or in PYTHONPATH"
+            ) from error
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            close = difflib.get_close_matches(function_name, known, n=1)
+            hint = f", did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{self._key}={path!r}: {module_name} has no function {function_name!r}{hint}")
+        return function
 
     def names(self) -> list[str]:
         """All registered names, sorted."""

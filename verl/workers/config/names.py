@@ -13,7 +13,22 @@ KL_PENALTIES = _KL_BASE + tuple(f"{name}+" for name in _KL_BASE)
 
 POLICY_LOSSES = ("vanilla",)
 
-ADV_ESTIMATORS = ("grpo",)
+ADV_ESTIMATORS = (
+    "grpo",
+    "grpo_vectorized",
+    "grpo_passk",
+    "gae",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "rloo_vectorized",
+    "opo",
+    "gpg",
+    "gdpo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
+)
 
 KL_CONTROLLERS = ("fixed", "adaptive")
 
