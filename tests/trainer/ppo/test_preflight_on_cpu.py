@@ -115,7 +115,6 @@ WRONG_PPO = [
         ["use_remove_padding=False is not supported with", "context_parallel_size=2"],
     ),
     # Names.
-    ({"algorithm.adv_estimator": "gae"}, ["adv_estimator='gae' needs a critic", "adv_estimator=grpo"]),
     ({"algorithm.adv_estimator": "gropo"}, ["adv_estimator='gropo' is not known", "Did you mean 'grpo'?"]),
     (
         {f"{A}.actor.loss_agg_mode": "token_mean"},
@@ -129,7 +128,23 @@ WRONG_PPO = [
     ({"data.truncation": "cut"}, ["data.truncation='cut'", "'error', 'left', 'right', 'middle'"]),
     ({"trainer.logger": ["consol"]}, ["trainer.logger='consol'", "Did you mean 'console'?"]),
     ({"trainer.device": "gpu"}, ["trainer.device='gpu'", "'cuda'"]),
-    ({"reward.reward_manager.name": "dapo"}, ["reward.reward_manager.name='dapo' is not known; choose one of 'naive'"]),
+    (
+        {"reward.reward_manager.name": "dapoo"},
+        ["reward.reward_manager.name='dapoo' is not known", "'naive', 'dapo', 'prime', 'batch'", "Did you mean 'dapo'?"],
+    ),
+    (
+        {"reward.reward_manager.name": "dapo", "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 0}},
+        ["reward.reward_kwargs.overlong_buffer_cfg.len=0 must be at least 1"],
+    ),
+    (
+        {"reward.reward_manager.name": "dapo", "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 513}},
+        ["overlong_buffer_cfg.len=513 is more than max_resp_len=512; use at most 512"],
+    ),
+    (
+        {"reward.reward_kwargs.overlong_buffer_cfg": {"enable": True}},
+        ["reward.reward_kwargs.overlong_buffer_cfg", "'naive' has no use for it"],
+    ),
+    ({"reward.reward_kwargs.timeout": -1}, ["reward.reward_kwargs.timeout=-1 must be above 0 seconds"]),
     ({"trainer.resume_mode": "resume_path"}, ["trainer.resume_from_path=None is not a folder"]),
     ({f"{A}.rollout.temperature": 0}, [f"{A}.rollout.temperature=0", "do_sample=False"]),
     # Guards and router losses.
@@ -150,8 +165,6 @@ WRONG_PPO = [
         ["moe_aux_loss_coeff=0.01 has no effect", "moe_router_load_balancing_type=aux_loss"],
     ),
     # Keys that are there and not supported.
-    ({"trainer.critic_warmup": 5}, ["trainer.critic_warmup=5 is not supported"]),
-    ({"critic.enable": True}, ["critic.enable=True is not supported"]),
     (
         {f"{A}.actor.megatron.use_dist_checkpointing": True},
         [f"{A}.actor.megatron.use_dist_checkpointing=True is not supported"],
@@ -297,7 +310,7 @@ def test_custom_reward_function_is_looked_up_without_running_it(right_ppo: DictC
 def test_all_problems_are_listed_at_once(right_ppo: DictConfig) -> None:
     changes = {
         "trainer.n_gpus_per_node": 3,
-        "algorithm.adv_estimator": "gae",
+        "algorithm.adv_estimator": "gea",
         "data.val_files": "none.jsonl",
         f"{A}.model.lora.rank": 1,
     }

@@ -58,6 +58,7 @@ from verl.utils.config import (
 )
 from verl.utils.quiet import quiet_libraries
 from verl.workers.config.names import ADV_ESTIMATORS, check_name
+from verl.workers.config.reward import REWARD_MANAGERS, reward_kwargs_problem
 
 logger = logging.getLogger(__name__)
 
@@ -293,9 +294,12 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     _check_tables(tree, tables.CHECKPOINT_REFUSED, f"{ACTOR}.checkpoint", errors)
     _check_tables(tree, tables.PPO_REFUSED, "", errors)
     _check_estimator(tree, errors)
-    if get(tree, "reward.reward_manager.name") == "naive" and get(tree, "reward.reward_kwargs"):
-        names = ", ".join(f"reward.reward_kwargs.{name}" for name in get(tree, "reward.reward_kwargs"))
-        errors.append(f"{names}: the reward manager 'naive' has no use for it; leave it out")
+    problem = reward_kwargs_problem(
+        get(tree, "reward.reward_manager.name"),
+        get(tree, "reward.reward_kwargs"),
+        get(tree, "data.max_response_length"),
+    )
+    errors += (problem or "").splitlines()
     if _all_positive(tree, tables.DIVISORS["ppo_trainer"]):
         _check_ppo_layout(tree, errors)
     # What the reference model copies from the actor is wrong once, not twice.
@@ -359,7 +363,7 @@ def _check_ppo_files(tree: dict, errors: list[str]) -> None:
         if key == "train_files" and files:
             batch_size, most = data["train_batch_size"], data["train_max_samples"]
             errors += check_num_rows("data.train_files", files, most, "data.train_batch_size", batch_size)
-        if not custom["path"] and get(tree, "reward.reward_manager.name") == "naive":
+        if not custom["path"] and get(tree, "reward.reward_manager.name") in REWARD_MANAGERS:
             errors += check_data_sources(f"data.{key}", data["reward_fn_key"], files)
     if custom["path"]:
         errors += check_reward_file(custom["path"], custom["name"])

@@ -165,17 +165,22 @@ def check_num_rows(key: str, files: Iterable[DataFile], max_samples: int, batch_
 
 def check_data_sources(key: str, column: str, files: Iterable[DataFile]) -> list[str]:
     """Whether there is a reward rule for every data source in the files."""
-    from verl.utils.reward_score import is_known_data_source, known_data_sources
+    from verl.utils.reward_score import is_known_data_source, known_data_sources, missing_package
 
     try:
         sources = set().union(*(file.unique(column) for file in files if column in file.fields))
     except (TypeError, NotImplementedError):
         return [f"{key}: column {column!r} must hold text, the name of each row's data source"]
-    return [
+    unknown = [
         f"{key}: there is no reward rule for {column}={source!r}; known are {', '.join(known_data_sources())}."
         f"{did_you_mean(str(source), known_data_sources())} For your own rule set reward.custom_reward_function.path"
         for source in sorted(sources, key=str)
         if not is_known_data_source(source)
+    ]
+    missing = {source: missing_package(source) for source in sorted(sources, key=str) if missing_package(source)}
+    return unknown + [
+        f"{key}: {column}={source!r} is scored with the package {package}, which is not installed; pip install {package}"
+        for source, package in missing.items()
     ]
 
 

@@ -6,6 +6,7 @@ is accepted, so that verl's scripts run, and named in one log line when it is se
 """
 
 from verl.utils.device import DEVICE_NAMES
+from verl.workers.config.reward import REWARD_MANAGERS
 
 ENGINES = {"ppo_trainer": ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron")}
 
@@ -130,7 +131,7 @@ ONE_OF = {
         "actor_rollout_ref.rollout.name": ("hf",),
         "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
         "data.truncation": ("error", "left", "right", "middle"),
-        "reward.reward_manager.name": ("naive",),
+        "reward.reward_manager.name": REWARD_MANAGERS,
         "trainer.device": (None, *DEVICE_NAMES),
         "trainer.resume_mode": ("auto", "disable", "resume_path"),
     },

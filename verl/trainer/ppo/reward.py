@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the `reward` config to a reward manager, and from a reward manager to token-level scores."""
 
-import difflib
-import functools
-import importlib.util
-import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from verl.protocol import DataProto
 from verl.utils.dataset.common import as_plain_dict
+from verl.utils.file_function import FileFunction
 from verl.utils.reward_score import default_compute_score
+from verl.workers.config.reward import with_response_length
 from verl.workers.reward_manager import get_reward_manager_cls
 
-__all__ = ["compute_reward", "get_custom_reward_fn", "load_reward_manager"]
+__all__ = ["compute_reward", "get_custom_reward_fn", "load_reward_manager", "reward_metrics"]
 
 _KEY = "reward.custom_reward_function"
 
@@ -40,35 +35,7 @@ def get_custom_reward_fn(config: Mapping[str, Any]) -> Callable[..., Any] | None
     custom = as_plain_dict((config.get("reward") or {}).get("custom_reward_function"))
     if not custom.get("path"):
         return None
-    module = _import_file(custom["path"])
-    name = custom.get("name") or "compute_score"
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names) or 'no function'}"
-        raise ValueError(f"{_KEY}.name={name!r} is not a function of {custom['path']!r}; {hint}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{_KEY}.name={name!r} is a coroutine; a plain function is needed")
-    kwargs = custom.get("reward_kwargs") or {}
-    return functools.partial(function, **kwargs) if kwargs else function
-
-
-def _import_file(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"{_KEY}.path={path!r}: the file does not exist")
-    spec = importlib.util.spec_from_file_location(f"verl_custom_reward_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{_KEY}.path={path!r}: a Python file (.py) is needed")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a module up by its name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise ValueError(f"{_KEY}.path={path!r}: importing the file failed: {error!r}") from error
-    return module
+    return FileFunction(_KEY, custom["path"], custom.get("name") or "compute_score", custom.get("reward_kwargs") or {})
 
 
 def load_reward_manager(config: Mapping[str, Any], tokenizer: Any, num_examine: int = 0) -> Any:
@@ -76,7 +43,7 @@ def load_reward_manager(config: Mapping[str, Any], tokenizer: Any, num_examine: 
 
     Args:
         config: the whole config: reward.reward_manager.name, reward.reward_kwargs, reward.custom_reward_function,
-            data.reward_fn_key.
+            data.reward_fn_key, and data.max_response_length where the manager needs a length and is given none.
         tokenizer: decodes the responses.
         num_examine: how many responses of each data source to print per batch.
 
@@ -85,13 +52,14 @@ def load_reward_manager(config: Mapping[str, Any], tokenizer: Any, num_examine: 
     """
     reward = config.get("reward") or {}
     manager = as_plain_dict(reward.get("reward_manager"))
-    cls = get_reward_manager_cls(manager.get("name") or "naive")
-    return cls(
+    name, data = manager.get("name") or "naive", config.get("data") or {}
+    kwargs = with_response_length(name, as_plain_dict(reward.get("reward_kwargs")), data.get("max_response_length"))
+    return get_reward_manager_cls(name)(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=get_custom_reward_fn(config) or default_compute_score,
-        reward_fn_key=(config.get("data") or {}).get("reward_fn_key") or "data_source",
-        **as_plain_dict(reward.get("reward_kwargs")),
+        reward_fn_key=data.get("reward_fn_key") or "data_source",
+        **kwargs,
     )
 
 
@@ -107,3 +75,9 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
     """
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result["reward_extra_info"]
+
+
+def reward_metrics(reward_fn: Callable[..., Any]) -> dict[str, float]:
+    """Counts of the reward function's last call (`reward/num_failures`, `reward/num_timeouts`); a function that keeps
+    none gives an empty dict."""
+    return dict(getattr(reward_fn, "metrics", {}))
