@@ -191,7 +191,5 @@ def test_custom_file_that_does_not_import_is_named(tmp_path):
 
 def test_reward_kwargs_without_effect_are_refused():
     config = make_config(reward_kwargs={"max_resp_len": 10})
-    with pytest.raises(
-        ValueError, match=r"reward\.reward_kwargs\.max_resp_len: the reward manager 'naive' has no use for it"
-    ):
+    with pytest.raises(ValueError, match=r"reward_kwargs\.max_resp_len: the reward manager 'naive' has no use for it"):
         load_reward_manager(config, TOKENIZER)

@@ -179,7 +179,7 @@ def check_data_sources(key: str, column: str, files: Iterable[DataFile]) -> list
     ]
     missing = {source: missing_package(source) for source in sorted(sources, key=str) if missing_package(source)}
     return unknown + [
-        f"{key}: {column}={source!r} is scored with the package {package}, which is not installed; pip install {package}"
+        f"{key}: {column}={source!r} is scored with {package}, which is not installed: pip install {package}"
         for source, package in missing.items()
     ]
 

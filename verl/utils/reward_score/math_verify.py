@@ -57,7 +57,7 @@ def extract_boxed(text: str) -> str | None:
 
 
 def extract_answer_line(text: str) -> str | None:
-    """What stands behind the last ``Answer:``; a box in it, or else anywhere in the text, is opened. None if neither."""
+    """What stands behind the last ``Answer:``; a box in it, or else anywhere in the text, is opened."""
     lines = _ANSWER_LINE.findall(text)
     if not lines:
         return extract_boxed(text)
