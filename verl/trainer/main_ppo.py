@@ -182,7 +182,7 @@ class TaskRunner:
         from verl.single_controller.ray import ResourcePoolManager
         from verl.trainer.ppo.utils import Role
 
-        trainer, roles = self.config.trainer, (Role.ActorRollout, Role.ActorRolloutRef)
+        trainer, roles = self.config.trainer, (Role.ActorRollout, Role.ActorRolloutRef, Role.Critic)
         pools = ResourcePoolManager(
             resource_pool_spec={"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes},
             mapping=dict.fromkeys(roles, "global_pool"),
@@ -193,12 +193,14 @@ class TaskRunner:
         # Slow to import, so only when the cluster is large enough.
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.utils.dataset.rl_dataset import collate_fn
+        from verl.workers.critic_worker import CriticWorker
         from verl.workers.engine_workers import ActorRolloutRefWorker
 
+        workers = dict.fromkeys(roles, ray.remote(ActorRolloutRefWorker)) | {Role.Critic: ray.remote(CriticWorker)}
         self.trainer = RayPPOTrainer(
             config=self.config,
             tokenizer=self.tokenizer,
-            role_worker_mapping=dict.fromkeys(roles, ray.remote(ActorRolloutRefWorker)),
+            role_worker_mapping=workers,
             resource_pool_manager=pools,
             reward_fn=self.reward_fn,
             val_reward_fn=self.reward_fn,

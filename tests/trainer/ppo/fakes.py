@@ -165,7 +165,10 @@ def make_config(folder, **changes):
                 "resume_mode": "auto",
                 "resume_from_path": None,
                 "max_actor_ckpt_to_keep": None,
+                "max_critic_ckpt_to_keep": None,
+                "critic_warmup": 0,
             },
+            "critic": {"enable": None},
             "actor_rollout_ref": {
                 "actor": {
                     "megatron": {

@@ -9,8 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
+import verl.utils.tensordict_utils as tu
 from verl.protocol import DataProto
+from verl.utils.metric import reduce_metrics
+
+# Workers may put the seconds they worked under this name into their metrics; it is not logged.
+WORKER_SECONDS = "worker_seconds"
+
+
+def worker_report(output: TensorDict) -> tuple[dict[str, float], list[float]]:
+    """Split the ``metrics`` that workers return: (numbers for the log, the seconds they worked if they say so)."""
+    metrics = reduce_metrics(tu.get_non_tensor_data(output, "metrics", None) or {})
+    seconds = [metrics.pop(WORKER_SECONDS)] if WORKER_SECONDS in metrics else []
+    return metrics, seconds
 
 
 class PhaseTimer:
@@ -62,7 +75,7 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
 
     A row's length counts real tokens. ``response_length/clip_ratio`` is the share of responses that fill the whole
     width R (they were cut off, or ended exactly there). Reads attention_mask [B, P+R], response_mask,
-    token_level_scores, token_level_rewards, advantages, returns [B, R].
+    token_level_scores, token_level_rewards, advantages, returns, and values if there are, [B, R].
     """
     data = batch.batch
     mask = data["response_mask"].bool()
@@ -75,11 +88,24 @@ def compute_data_metrics(batch: DataProto) -> dict[str, float]:
     metrics |= _spread(data["token_level_rewards"].sum(-1), "critic/rewards")
     metrics |= _spread(data["advantages"][mask], "critic/advantages")
     metrics |= _spread(data["returns"][mask], "critic/returns")
+    if "values" in data.keys():
+        metrics |= _value_metrics(data["values"][mask], data["returns"][mask])
     metrics |= _spread(response_length, "response_length")
     metrics |= _spread(prompt_length, "prompt_length")
     metrics["response_length/clip_ratio"] = (response_length == width).float().mean().item()
     metrics["prompt_length/clip_ratio"] = (prompt_length == attention.shape[-1] - width).float().mean().item()
     metrics["response/trained_tokens"] = float(mask.sum().item())
+    return metrics
+
+
+def _value_metrics(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
+    """Values of response tokens, and the share of the returns' variance that they explain (0 for returns that do not
+    vary)."""
+    metrics = _spread(values, "critic/values")
+    if values.numel():
+        variance = returns.double().var(correction=0)
+        left = (returns.double() - values.double()).var(correction=0)
+        metrics["critic/vf_explained_var"] = (1 - left / variance).item() if variance > 0 else 0.0
     return metrics
 
 

@@ -37,6 +37,12 @@ from verl.trainer.ppo.preflight_batch import (
     get,
     model_parallel_size,
 )
+from verl.trainer.ppo.preflight_critic import (
+    check_critic_files,
+    check_layout_of_critic,
+    check_presence,
+    uses_critic,
+)
 from verl.trainer.ppo.preflight_files import (
     PROMPT_ROW,
     check_data_sources,
@@ -47,6 +53,7 @@ from verl.trainer.ppo.preflight_files import (
 )
 from verl.utils.config import (
     CONFIG_DIR,
+    compose_config,
     default_tree,
     explain_hydra_error,
     explain_unknown_key,
@@ -133,7 +140,7 @@ def validate_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None
     if not any(key.startswith(("data", "reward", MODEL)) for key in bad_keys):
         _check_ppo_files(tree, errors)
     _refuse_all(errors)
-    _log_no_effect(_changed(tree, defaults, _ppo_no_effect(defaults)))
+    _log_no_effect(_changed(tree, defaults, _ppo_no_effect(tree, defaults)))
 
 
 def validate_sft_config(config: DictConfig, env: Mapping[str, str] | None = None) -> None:
@@ -286,8 +293,13 @@ def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
 
 def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     _check_common(tree, "ppo_trainer", errors)
-    for path in (ACTOR, ROLLOUT, MODEL, REF, "algorithm"):
+    errors += check_presence(tree)
+    for path in (ACTOR, ROLLOUT, MODEL, REF, "algorithm", *["critic"] * uses_critic(tree)):
         _check_section(tree, path, errors)
+    if uses_critic(tree):
+        _check_tables(tree, tables.ENGINE_REFUSED, "critic.megatron", errors)
+        _check_tables(tree, tables.CRITIC_MODEL_REFUSED, "critic.model", errors)
+        _check_tables(tree, tables.CHECKPOINT_REFUSED, "critic.checkpoint", errors)
     for prefix in tables.ENGINES["ppo_trainer"]:
         _check_tables(tree, tables.ENGINE_REFUSED, prefix, errors)
     _check_tables(tree, tables.MODEL_REFUSED, MODEL, errors)
@@ -311,12 +323,6 @@ def _check_estimator(tree: dict, errors: list[str]) -> None:
     # A program of the user's that registers an estimator has imported the registry by now; only then is it asked.
     module = sys.modules.get("verl.algos.advantage")
     if name in ADV_ESTIMATORS or (module is not None and _is_registered(module, name)):
-        return
-    if name in tables.NEEDS_CRITIC:
-        errors.append(
-            f"algorithm.adv_estimator={name!r} needs a critic, which is not supported yet; set algorithm.adv_estimator="
-            f"{ADV_ESTIMATORS[0]}"
-        )
         return
     close = get_close_matches(str(name), ADV_ESTIMATORS, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -348,8 +354,12 @@ def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
                     f"{REF}.megatron.{name}={ref[name]} differs from {ENGINE}.{name}={engine[name]}: the reference "
                     "model runs in the actor's processes and layout; leave it out"
                 )
-    if world_size % model_parallel_size(engine) == 0:
-        errors += check_ppo_batches(tree, world_size // model_parallel_size(engine), _uses_reference(tree))
+    fits = world_size % model_parallel_size(engine) == 0
+    dp_size = world_size // model_parallel_size(engine) if fits else None
+    if dp_size is not None:
+        errors += check_ppo_batches(tree, dp_size, _uses_reference(tree))
+    if uses_critic(tree):
+        errors += check_layout_of_critic(tree, dp_size)
 
 
 def _check_ppo_files(tree: dict, errors: list[str]) -> None:
@@ -369,6 +379,8 @@ def _check_ppo_files(tree: dict, errors: list[str]) -> None:
         errors += check_reward_file(custom["path"], custom["name"])
     if get(tree, f"{MODEL}.path"):
         errors += check_model_folder(MODEL, get(tree, MODEL))
+    if uses_critic(tree):
+        errors += check_critic_files(tree)
 
 
 def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> None:
@@ -415,10 +427,21 @@ def _changed(tree: dict, defaults: dict, reasons: Mapping[str, str]) -> list[str
     return [f"{key}={get(tree, key)} ({why})" for key, why in reasons.items() if get(tree, key) != get(defaults, key)]
 
 
-def _ppo_no_effect(defaults: dict) -> dict[str, str]:
-    # What the critic copies from the actor changes with it, and is nobody's setting.
-    copied = ("ppo_mini_batch_size", "rollout_n", "use_dynamic_bsz", "ppo_epochs", "shuffle", "loss_agg_mode")
-    critic = dict.fromkeys((key for key in flatten(defaults["critic"]) if key not in copied), "there is no critic")
-    reasons = tables.PPO_NO_EFFECT | _below("critic", critic) | _below(MODEL, tables.MODEL_NO_EFFECT)
+def _ppo_no_effect(tree: dict, defaults: dict) -> dict[str, str]:
+    reasons = tables.PPO_NO_EFFECT | _critic_no_effect(tree, defaults) | _below(MODEL, tables.MODEL_NO_EFFECT)
+    estimator = get(tree, "algorithm.adv_estimator")
+    for key, readers in tables.READ_BY_ESTIMATORS.items():
+        if estimator not in readers:
+            reasons[key] = f"read by {' and '.join(readers)} only"
     reasons |= _below(ROLLOUT, dict.fromkeys(tables.ROLLOUT_SERVER_ONLY, "for rollout servers"))
     return reasons | _below(ENGINE, tables.ENGINE_NO_EFFECT)
+
+
+def _critic_no_effect(tree: dict, defaults: dict) -> dict[str, str]:
+    if uses_critic(tree):
+        return _below("critic.megatron", tables.ENGINE_NO_EFFECT) | _below("critic.model", tables.MODEL_NO_EFFECT)
+    # What follows another key changes with it, and is nobody's setting.
+    written = flatten(OmegaConf.to_container(compose_config("ppo_trainer").critic, resolve=False))
+    own = [key for key in flatten(defaults["critic"]) if "${" not in str(written.get(key, ""))]
+    critic = _below("critic", dict.fromkeys(own, "there is no critic"))
+    return critic | {"trainer.max_critic_ckpt_to_keep": "there is no critic"}

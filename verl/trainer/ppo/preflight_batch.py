@@ -110,9 +110,25 @@ def check_guards(
 def check_ppo_batches(tree: Mapping, dp_size: int, use_reference: bool) -> list[str]:
     """Prompt counts, mini-batches, micro-batches and token budgets of a PPO step."""
     actor, rollout = get(tree, "actor_rollout_ref.actor"), get(tree, "actor_rollout_ref.rollout")
-    path = "actor_rollout_ref.actor"
-    train, mini, n = get(tree, "data.train_batch_size"), actor["ppo_mini_batch_size"], rollout["n"]
-    errors = []
+    train = get(tree, "data.train_batch_size")
+    errors = check_mini_batch(actor, "actor_rollout_ref.actor", train, rollout["n"], dp_size)
+    errors += _check_pass(rollout, "actor_rollout_ref.rollout")
+    if use_reference:
+        errors += _check_pass(get(tree, "actor_rollout_ref.ref"), "actor_rollout_ref.ref")
+    return errors + _check_budgets(tree, use_reference)
+
+
+def check_mini_batch(section: Mapping, path: str, train: int, n: int, dp_size: int) -> list[str]:
+    """Whether a training batch divides into the mini-batches of ``section``, and those into ranks and micro-batches.
+
+    Args:
+        section: the actor's or the critic's.
+        path: its key.
+        train: prompts in a batch.
+        n: responses to each.
+        dp_size: data-parallel ranks.
+    """
+    mini, errors = section["ppo_mini_batch_size"], []
     if mini > train:
         errors.append(
             f"data.train_batch_size={train} prompts are fewer than {path}.ppo_mini_batch_size={mini} prompts (both "
@@ -130,12 +146,9 @@ def check_ppo_batches(tree: Mapping, dp_size: int, use_reference: bool) -> list[
             f"{path}.ppo_mini_batch_size={mini} x actor_rollout_ref.rollout.n={n} = {rows} responses cannot be shared "
             f"by {dp_size} data-parallel ranks; use ppo_mini_batch_size={near_multiples(mini, step)}"
         )
-    elif not actor["use_dynamic_bsz"]:
-        errors += _check_micro_batch(actor, path, rows // dp_size)
-    errors += _check_pass(rollout, "actor_rollout_ref.rollout")
-    if use_reference:
-        errors += _check_pass(get(tree, "actor_rollout_ref.ref"), "actor_rollout_ref.ref")
-    return errors + _check_budgets(tree, use_reference)
+    elif not section["use_dynamic_bsz"]:
+        errors += _check_micro_batch(section, path, rows // dp_size)
+    return errors
 
 
 def _check_micro_batch(actor: Mapping, path: str, rows: int) -> list[str]:
@@ -179,22 +192,28 @@ def _check_budgets(tree: Mapping, use_reference: bool) -> list[str]:
         ("rollout.log_prob_max_token_len_per_gpu", rollout["log_prob_use_dynamic_bsz"]),
         ("ref.log_prob_max_token_len_per_gpu", use_reference and ref["log_prob_use_dynamic_bsz"]),
     ]
-    cp, longest = actor["megatron"]["context_parallel_size"], prompt + response
     errors = []
     for key, is_used in passes:
-        budget = get(tree, f"actor_rollout_ref.{key}")
-        if is_used and longest > budget * cp:
-            errors.append(
-                f"actor_rollout_ref.{key}={budget} x context_parallel_size={cp} is less than the longest sequence, "
-                f"data.max_prompt_length={prompt} + data.max_response_length={response} = {longest}; use at least "
-                f"{-(-longest // cp)}"
-            )
+        if is_used:
+            errors += check_budget(tree, f"actor_rollout_ref.{key}", actor["megatron"]["context_parallel_size"])
     for key, own in (("prompt_length", prompt), ("response_length", response)):
         if rollout[key] != own:
             errors.append(
                 f"actor_rollout_ref.rollout.{key}={rollout[key]} contradicts data.max_{key}={own}; set the latter only"
             )
     return errors
+
+
+def check_budget(tree: Mapping, key: str, cp: int) -> list[str]:
+    """Whether the longest sequence fits into the token budget at ``key``, given the context ranks that share it."""
+    prompt, response = get(tree, "data.max_prompt_length"), get(tree, "data.max_response_length")
+    budget, longest = get(tree, key), prompt + response
+    if longest <= budget * cp:
+        return []
+    return [
+        f"{key}={budget} x context_parallel_size={cp} is less than the longest sequence, data.max_prompt_length="
+        f"{prompt} + data.max_response_length={response} = {longest}; use at least {-(-longest // cp)}"
+    ]
 
 
 def check_sft_batches(tree: Mapping, dp_size: int) -> list[str]:

@@ -35,12 +35,15 @@ MODEL_NO_EFFECT = {
     "enable_gradient_checkpointing": "set recomputation by override_transformer_config.recompute_*",
 }
 
+CRITIC_MODEL_REFUSED = {
+    "lora.rank": (0, "low-rank adapters are not supported"),
+    "mtp.enable": (False, "a value model predicts no tokens"),
+}
+
 CHECKPOINT_REFUSED = {"async_save": (False, "checkpoints are written before training goes on")}
 
 PPO_REFUSED = {
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": (False, "expert choices are not recorded"),
-    "critic.enable": (None, "there is no critic yet; adv_estimator=grpo does without"),
-    "trainer.critic_warmup": (0, "there is no critic yet"),
     "reward_model.reward_manager": (None, "the key is reward.reward_manager.name"),
     "reward_model.reward_kwargs": ({}, "the key is reward.reward_kwargs"),
     "custom_reward_function.path": (None, "the key is reward.custom_reward_function.path"),
@@ -50,11 +53,8 @@ PPO_REFUSED = {
 PPO_NO_EFFECT = {
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
-    "algorithm.gamma": "read by gae only",
-    "algorithm.lam": "read by gae only",
     "data.return_raw_chat": "the chat messages are always kept",
     "data.filter_overlong_prompts_workers": "one process drops long prompts",
-    "trainer.max_critic_ckpt_to_keep": "there is no critic",
 }
 
 # Keys below actor_rollout_ref.rollout that only a rollout server reads.
@@ -90,7 +90,10 @@ MOVED = {
     "ulysses_sequence_parallel_size": "use {parent}.megatron.context_parallel_size",
 }
 
-# Estimators of verl that need a critic.
+# Keys that only these estimators read.
+READ_BY_ESTIMATORS = {"algorithm.gamma": ("gae", "reinforce_plus_plus"), "algorithm.lam": ("gae",)}
+
+# Estimators that read the values of a critic.
 NEEDS_CRITIC = ("gae",)
 
 # Keys that must be whole numbers of at least 1; null is allowed where the default is null.
@@ -105,12 +108,14 @@ AT_LEAST_ONE = {
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "critic.ppo_micro_batch_size_per_gpu",
         "trainer.nnodes",
         "trainer.n_gpus_per_node",
         "trainer.total_epochs",
         "trainer.total_training_steps",
         "trainer.ray_wait_register_center_timeout",
         "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_critic_ckpt_to_keep",
     ),
     "sft_trainer_engine": (
         "data.train_batch_size",
@@ -149,8 +154,10 @@ DIVISORS = {
     "ppo_trainer": (
         *AT_LEAST_ONE["ppo_trainer"],
         *(f"actor_rollout_ref.actor.megatron.{name}_parallel_size" for name in _SIZES),
+        *(f"critic.megatron.{name}_parallel_size" for name in _SIZES),
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "actor_rollout_ref.rollout.n",
+        "critic.ppo_mini_batch_size",
     ),
     "sft_trainer_engine": (
         *AT_LEAST_ONE["sft_trainer_engine"],

@@ -2,10 +2,12 @@
 """The PPO loop of the single controller.
 
 One step: prompts -> n answers each (rollout workers) -> scores (reward manager) -> log-probs of the current and, where
-the objective needs it, of the reference policy (workers) -> advantages (here) -> actor update (workers) -> weights to
-the rollout (workers). The batch lives here as a DataProto; workers get the columns they need as jagged TensorDicts.
+the objective needs it, of the reference policy, values of a critic (workers) -> advantages (here) -> updates of critic
+and actor (workers) -> weights to the rollout (workers). The batch lives here as a DataProto; workers get the columns
+they need as jagged TensorDicts.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,27 +21,30 @@ import verl.utils.tensordict_utils as tu
 from verl.algos.advantage import get_adv_estimator_fn
 from verl.algos.kl import get_kl_controller, kl_in_reward
 from verl.protocol import DataProto
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, ResourcePoolManager
+from verl.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    create_colocated_worker_cls,
+)
 from verl.trainer.ppo.batching import dp_row_order, model_batch, prompt_batch, token_imbalance
-from verl.trainer.ppo.checkpointing import load_checkpoint, save_checkpoint
+from verl.trainer.ppo.checkpointing import CriticPart, load_checkpoint, save_checkpoint
+from verl.trainer.ppo.critic import compute_values, update_critic
 from verl.trainer.ppo.metric_utils import (
     PhaseTimer,
     compute_data_metrics,
     compute_rollout_gap_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    worker_report,
 )
 from verl.trainer.ppo.reward import compute_reward
-from verl.trainer.ppo.utils import Role, actor_dp_size, need_reference_policy
+from verl.trainer.ppo.utils import Role, actor_dp_size, need_critic, need_reference_policy
 from verl.trainer.ppo.validation import generate, validate, write_generations
 from verl.utils.checkpoint_folder import CheckpointFolder
-from verl.utils.metric import reduce_metrics
 from verl.utils.progress import TrainingProgress
 from verl.utils.resumable_loader import ResumableLoader, check_warmup, resolve_total_steps
 from verl.utils.tracking import Tracking
-
-# Workers may put the seconds they worked under this name into their metrics; it is not logged.
-WORKER_SECONDS = "worker_seconds"
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 
@@ -86,21 +91,16 @@ def compute_advantage(data: DataProto, adv_estimator: str, config: Any = None) -
     return data
 
 
-def _worker_report(output: TensorDict) -> tuple[dict[str, float], list[float]]:
-    """Split the ``metrics`` that workers return: (numbers for the log, the seconds they worked if they say so)."""
-    metrics = reduce_metrics(tu.get_non_tensor_data(output, "metrics", None) or {})
-    seconds = [metrics.pop(WORKER_SECONDS)] if WORKER_SECONDS in metrics else []
-    return metrics, seconds
-
-
 class RayPPOTrainer:
-    """Trains an actor on rewards, with one worker group that holds actor, rollout and, if needed, the reference policy.
+    """Trains an actor on rewards, in one set of processes that holds actor, rollout and, if needed, the reference
+    policy and the critic.
 
     Args:
         config: the ``ppo_trainer`` tree, already checked.
         tokenizer: of the model; gives the end and padding tokens.
-        role_worker_mapping: `Role.ActorRollout` or `Role.ActorRolloutRef` -> Ray actor class of the workers.
-        resource_pool_manager: where the workers run.
+        role_worker_mapping: `Role.ActorRollout` or `Role.ActorRolloutRef` -> Ray actor class of the workers; with a
+            critic also `Role.Critic`.
+        resource_pool_manager: where the workers run; all of them share the actor's processes.
         ray_worker_group_cls: how a group of workers is driven.
         processor: unused by text models.
         reward_fn: reward manager for training.
@@ -135,6 +135,7 @@ class RayPPOTrainer:
         self.val_dataset = val_dataset
         self.collate_fn = collate_fn
         self.use_reference_policy = need_reference_policy(config)
+        self.use_critic = need_critic(config)
         algorithm = config.algorithm
         self.kl_ctrl_in_reward = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
         self.checkpoints = CheckpointFolder(config.trainer.default_local_dir, config.trainer.max_actor_ckpt_to_keep)
@@ -156,21 +157,39 @@ class RayPPOTrainer:
         self.dp_size = actor_dp_size(config)
         actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
         self.mini_batch_rows = actor.ppo_mini_batch_size * n
+        self.critic_mini_batch_rows = self.mini_batch_rows
+        if self.use_critic:
+            check_warmup("critic.optim", config.critic.optim, self.total_training_steps)
+            with open_dict(config):
+                config.critic.optim.total_training_steps = self.total_training_steps
+            self.critic_mini_batch_rows = config.critic.ppo_mini_batch_size * n
         self.global_steps = 0
         self.actor_rollout_wg: Any = None
+        self.critic_wg: Any = None
 
     def init_workers(self) -> None:
-        """Start the worker group and build the models in it."""
+        """Start the workers and build the models in them."""
         role = Role.ActorRolloutRef if self.use_reference_policy else Role.ActorRollout
         worker_cls = self.role_worker_mapping.get(role) or self.role_worker_mapping[Role.ActorRollout]
         if not self.resource_pool_manager.resource_pool_dict:
             self.resource_pool_manager.create_resource_pool()
-        self.actor_rollout_wg = self.ray_worker_group_cls(
+        config, workers = self.config, {}
+        workers["actor"] = RayClassWithInitArgs(worker_cls, config=config.actor_rollout_ref, role=str(role))
+        if self.use_critic:
+            workers["critic"] = RayClassWithInitArgs(
+                self.role_worker_mapping[Role.Critic],
+                config=config.critic,
+                nccl_timeout=config.actor_rollout_ref.nccl_timeout,
+            )
+        group = self.ray_worker_group_cls(
             resource_pool=self.resource_pool_manager.get_resource_pool(Role.ActorRollout),
-            ray_cls_with_init=RayClassWithInitArgs(worker_cls, config=self.config.actor_rollout_ref, role=str(role)),
-            ray_wait_register_center_timeout=self.config.trainer.ray_wait_register_center_timeout,
+            ray_cls_with_init=create_colocated_worker_cls(workers) if self.use_critic else workers["actor"],
+            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
         )
-        self.actor_rollout_wg.init_model()
+        groups = group.spawn(set(workers)) if self.use_critic else {"actor": group}
+        self.actor_rollout_wg, self.critic_wg = groups["actor"], groups.get("critic")
+        for name in workers:
+            groups[name].init_model()
 
     def fit(self) -> dict[str, float]:
         """Train to the last step; returns the last metrics logged.
@@ -195,7 +214,7 @@ class RayPPOTrainer:
         source = self.resume_source
         if source is not None:
             self.global_steps = load_checkpoint(
-                source, self.actor_rollout_wg, self.train_dataloader, self.kl_ctrl_in_reward
+                source, self.actor_rollout_wg, self.train_dataloader, self.kl_ctrl_in_reward, self.critic_wg
             )
             print(f"resumed from {source}: {self.global_steps} of {self.total_training_steps} steps are done")
         self.actor_rollout_wg.update_weights(global_steps=self.global_steps)
@@ -251,10 +270,11 @@ class RayPPOTrainer:
 
         Args:
             rows: collated prompts, `data.train_batch_size` of them.
-            timer: gets the phases gen, reward, old_log_prob, ref, adv, update_actor, update_weights.
+            timer: gets the phases gen, reward, old_log_prob, ref, values, adv, update_critic, update_actor,
+                update_weights, as far as there are such.
 
         Returns:
-            (the finished batch of train_batch_size * n rows, metrics of the actor).
+            (the finished batch of train_batch_size * n rows, metrics of the updates).
         """
         batch, metrics = self._rollout(rows, timer), {}
         with timer.phase("reward"):
@@ -264,8 +284,15 @@ class RayPPOTrainer:
         metrics |= self._old_log_probs(batch, data, timer)
         if self.use_reference_policy:
             self._ref_log_probs(batch, data, timer)
+        critic = self.config.critic
+        if self.use_critic:
+            compute_values(self.critic_wg, critic, batch, data, timer)
         with timer.phase("adv"):
             metrics |= self._advantages(batch)
+        if self.use_critic:
+            metrics |= update_critic(self.critic_wg, critic, batch, data, self.critic_mini_batch_rows, timer)
+        if self.global_steps < self.config.trainer.critic_warmup:
+            return batch, metrics
         metrics |= self._update_actor(batch, data, timer)
         with timer.worker_call("update_weights") as seconds:
             seconds.append(max(self.actor_rollout_wg.update_weights(global_steps=self.global_steps + 1)))
@@ -298,7 +325,9 @@ class RayPPOTrainer:
         if self.dp_size == 1:
             return batch
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        order = dp_row_order(lengths, self.dp_size, self.mini_batch_rows, balance=self.config.trainer.balance_batch)
+        # Every mini-batch of the actor's and of the critic's is made of whole blocks of this size.
+        block = math.gcd(self.mini_batch_rows, self.critic_mini_batch_rows)
+        order = dp_row_order(lengths, self.dp_size, block, balance=self.config.trainer.balance_batch)
         metrics |= token_imbalance(lengths, order, self.dp_size)
         batch.reorder(order)
         return batch
@@ -318,7 +347,7 @@ class RayPPOTrainer:
         phase = "old_log_prob" if section is self.config.actor_rollout_ref.rollout else "ref"
         with timer.worker_call(phase) as seconds:
             output = method(data)
-            seconds += _worker_report(output)[1]
+            seconds += worker_report(output)[1]
         return output
 
     def _old_log_probs(self, batch: DataProto, data: TensorDict, timer: PhaseTimer) -> dict[str, float]:
@@ -361,7 +390,7 @@ class RayPPOTrainer:
             dataloader_kwargs={"shuffle": actor.shuffle},
         )
         with timer.worker_call("update_actor") as seconds:
-            metrics, reported = _worker_report(self.actor_rollout_wg.update_actor(data))
+            metrics, reported = worker_report(self.actor_rollout_wg.update_actor(data))
             seconds += reported
         return metrics
 
@@ -382,7 +411,10 @@ class RayPPOTrainer:
         return metrics
 
     def _save_checkpoint(self) -> None:
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        contents, critic = self.config.actor_rollout_ref.actor.checkpoint.save_contents, None
+        if self.use_critic:
+            export_critic = "hf_model" in self.config.critic.checkpoint.save_contents
+            critic = CriticPart(self.critic_wg, export_critic, self.config.trainer.max_critic_ckpt_to_keep)
         folder = save_checkpoint(
             self.checkpoints,
             self.global_steps,
@@ -390,5 +422,6 @@ class RayPPOTrainer:
             self.train_dataloader,
             self.kl_ctrl_in_reward,
             export_hf="hf_model" in contents,
+            critic=critic,
         )
         print(f"checkpoint of step {self.global_steps}: {os.path.relpath(folder)}")

@@ -5,6 +5,8 @@ from enum import Enum
 
 from omegaconf import DictConfig
 
+from verl.trainer.ppo.preflight_tables import NEEDS_CRITIC
+
 
 class Role(Enum):
     """Duties of a worker group. A combined role is one group whose processes hold all the named parts."""
@@ -35,6 +37,12 @@ _WORKER_ROLE = {
 def need_reference_policy(config: DictConfig) -> bool:
     """Whether the objective measures the distance to the initial policy, in the reward or in the loss."""
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
+
+
+def need_critic(config: DictConfig) -> bool:
+    """Whether there is a critic: as ``critic.enable`` says, or, if that is null, as the advantage estimator needs."""
+    enable = config.critic.enable
+    return config.algorithm.adv_estimator in NEEDS_CRITIC if enable is None else bool(enable)
 
 
 def actor_dp_size(config: DictConfig) -> int:

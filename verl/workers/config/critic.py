@@ -12,7 +12,12 @@ from verl.workers.config.optimizer import McoreOptimizerConfig
 
 @dataclass
 class CriticConfig(BaseConfig):
-    """The critic's objective and batch sizes; counts as in ``ActorConfig``. ``enable`` None: as the estimator needs."""
+    """The critic's objective and batch sizes; counts as in ``ActorConfig``.
+
+    ``enable`` None: as the estimator needs. ``cliprange_value`` is in units of the reward. The two token budgets are
+    for training and for computing values; without ``use_dynamic_bsz`` both passes go by
+    ``ppo_micro_batch_size_per_gpu`` responses.
+    """
 
     strategy: str = ""
     enable: bool | None = None
@@ -27,12 +32,24 @@ class CriticConfig(BaseConfig):
     data_loader_seed: int = 42
     cliprange_value: float = 0.5
     loss_agg_mode: str = "token-mean"
+    loss_scale_factor: int | None = None
+    max_response_length: int | None = None
     checkpoint: McoreCheckpointConfig = field(default_factory=McoreCheckpointConfig)
     optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
     model: HFModelConfig | None = None
 
     def __post_init__(self) -> None:
         check_name("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        for name in (
+            "ppo_mini_batch_size",
+            "ppo_max_token_len_per_gpu",
+            "ppo_infer_max_token_len_per_gpu",
+            "ppo_epochs",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.cliprange_value <= 0:
+            raise ValueError(f"cliprange_value={self.cliprange_value} must be positive, for example 0.5")
 
 
 @dataclass
@@ -41,3 +58,7 @@ class McoreCriticConfig(CriticConfig):
 
     strategy: str = "megatron"
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_name("strategy", self.strategy, ("megatron",))
