@@ -25,7 +25,9 @@ class WorldError(RuntimeError):
     """A rank raised, died or ran out of time. The text holds its traceback or the end of its log."""
 
 
-def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_world(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, on_accelerators: bool = False
+) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` in `world_size` fresh processes that share a gloo process group.
 
     Each process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, one torch thread, and the default
@@ -38,6 +40,7 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
         world_size: number of processes.
         args: picklable arguments, the same for every rank.
         timeout_s: limit for the whole call, start of the processes included.
+        on_accelerators: give each rank one accelerator, and the group their collectives beside gloo's.
 
     Returns:
         What each rank returned, in the order of ranks.
@@ -51,7 +54,7 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout)
     with tempfile.TemporaryDirectory(prefix="verl_world_") as name:
         folder = Path(name)
-        (folder / "call.pkl").write_bytes(pickle.dumps((fn, args, timeout_s)))
+        (folder / "call.pkl").write_bytes(pickle.dumps((fn, args, timeout_s, on_accelerators)))
         processes = [_start_rank(folder, rank, world_size, store.port) for rank in range(world_size)]
         try:
             _wait_for_all(processes, folder, time.monotonic() + timeout_s, timeout_s)
@@ -128,6 +131,13 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
+def _take_accelerator(rank: int) -> str:
+    from verl.utils.device import get_device_name, get_nccl_backend, get_torch_device
+
+    get_torch_device().set_device(rank)
+    return f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"
+
+
 def _rank_main(folder: Path) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
@@ -136,10 +146,11 @@ def _rank_main(folder: Path) -> int:
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        fn, args, timeout_s = pickle.loads((folder / "call.pkl").read_bytes())
+        fn, args, timeout_s, on_accelerators = pickle.loads((folder / "call.pkl").read_bytes())
         # Shortly before the world is killed for being late, write down where this rank stands.
         faulthandler.dump_traceback_later(0.8 * timeout_s)
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        backend = _take_accelerator(rank) if on_accelerators else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
         result = fn(rank, world_size, *args)
         _replace(folder / f"result_{rank}.pkl", pickle.dumps(result))
         # Leave together: a rank that is gone while another still talks to it looks like a failure of the latter.

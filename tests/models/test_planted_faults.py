@@ -7,6 +7,7 @@ import pytest
 
 from tests.models.exactness.faults import FAULTS, try_faults
 from tests.models.exactness.models import save_models
+from tests.models.exactness.report import fault_table
 from tests.utils_dist import run_world
 
 
@@ -15,9 +16,7 @@ from tests.utils_dist import run_world
 def test_every_planted_fault_is_caught(tmp_path: Path) -> None:
     by_rank = run_world(try_faults, 4, save_models(str(tmp_path)), timeout_s=280)
     outcomes, broken_without_a_fault = by_rank[0]
-    print("| fault | largest error | caught by |\n|---|---|---|")
-    for outcome in outcomes:
-        print(f"| {outcome.name} | {outcome.error:.1e} | {', '.join(outcome.caught_by)} |")
+    print(fault_table(outcomes))
     assert not broken_without_a_fault
     assert [outcome.name for outcome in outcomes] == [fault.name for fault in FAULTS]
     for rank, (found, _) in enumerate(by_rank):

@@ -62,7 +62,7 @@ class Check(Case):
 
     @property
     def is_moe(self) -> bool:
-        return self.model != "dense"
+        return "dense" not in self.model
 
     def rows_of(self, dp_rank: int) -> list[int]:
         return list(range(dp_rank, len(self.lengths), self.dp))
@@ -103,8 +103,7 @@ class Check(Case):
 
 def make_check(layout: str, **settings: Any) -> Check:
     """A check by layout name; ``split`` and ``data`` are turned into sizes and masks."""
-    known = {"z_loss": 0.1, **LAYOUTS.get(layout, {}), **settings}
-    check = Check(name=layout, **known)
+    check = Check(name=layout, **{"z_loss": 0.1, **LAYOUTS.get(layout, {}), **settings})
     if not check.is_moe:
         check = replace(check, z_loss=0.0, aux_type=None)
     lengths = DATA[check.data]
@@ -128,24 +127,29 @@ def make_check(layout: str, **settings: Any) -> Check:
     return replace(check, name=", ".join(filter(None, words)), masked_rows=masked, **sizes)
 
 
-def _allowed(layout: str, factors: dict[str, Any]) -> bool:
-    known = LAYOUTS[layout]
+def _allowed(known: dict[str, Any], factors: dict[str, Any]) -> bool:
     if known.get("vpp") and factors["split"] == 1:
         return False  # virtual stages need a multiple of the pipeline's size
     return factors["loss"] != "sft" or factors["loss_agg_mode"] == "token-mean"
 
 
-def design(per_engine: int = 2) -> list[Check]:
+def design(per_engine: int = 2, layouts: dict[str, dict[str, Any]] = LAYOUTS, **common: Any) -> list[Check]:
     """Every layout on three engines: flag and format both ways in float64, and float32 with the distributed optimizer.
 
     Loss, mode, split and data of the cases on them are chosen greedily, so that each pair of values, and each value
     with each layout, comes up as early as can be.
+
+    Args:
+        per_engine: cases on each engine.
+        layouts: as in ``LAYOUTS``.
+        **common: settings of every check.
     """
     factors = {"loss": LOSSES, "loss_agg_mode": MODES, "split": SPLITS, "data": tuple(DATA)}
     rows = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
     seen: dict[tuple, int] = {}
     checks = []
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(layouts):
+        known = layouts[layout] | common
         flip = number % 2 == 1
         engines = [
             {"per_token_loss": True, "dense": flip, "dtype": "float64"},
@@ -154,11 +158,11 @@ def design(per_engine: int = 2) -> list[Check]:
         ]
         for engine in engines:
             for place in range(per_engine):
-                candidates = [row for row in rows if _allowed(layout, row)]
+                candidates = [row for row in rows if _allowed(known, row)]
                 best = max(candidates, key=lambda row: _gain(layout, engine, row, seen))
                 for pair in _pairs(layout, engine, best):
                     seen[pair] = seen.get(pair, 0) + 1
-                checks.append(make_check(layout, **engine, **best, step=place == per_engine - 1))
+                checks.append(make_check(layout, **known, **engine, **best, step=place == per_engine - 1))
     return checks
 
 

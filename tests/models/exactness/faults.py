@@ -331,6 +331,7 @@ class Outcome:
     name: str
     error: float
     caught_by: list[str]
+    crashed: bool = False
 
 
 def try_faults(rank: int, world: int, paths: dict[str, str]) -> tuple[list[Outcome], list[str]]:
@@ -350,7 +351,7 @@ def try_faults(rank: int, world: int, paths: dict[str, str]) -> tuple[list[Outco
         except AssertionError as exception:
             if not fault.crashes:
                 raise
-            outcomes.append(Outcome(fault.name, float("inf"), [f"{type(exception).__name__}: {exception}"[:60]]))
+            outcomes.append(Outcome(fault.name, float("inf"), [f"Megatron: {exception}"[:60]], crashed=True))
     sound = []
     for check in {fault.check.name: fault.check for fault in FAULTS[:3]}.values():
         with engine_of(paths, check) as built:

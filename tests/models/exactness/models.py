@@ -44,3 +44,52 @@ def sharpen(folder: str, factor: float = 4.0) -> None:
     path = os.path.join(folder, "model.safetensors")
     weights = {name: w * factor if w.dim() > 1 else w for name, w in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def shrink(folder: str, target: str, layers: int) -> bool:
+    """Write a tiny, randomly weighted model of the architecture in ``folder``.
+
+    Depth, widths, experts and vocabulary are reduced; everything else of the configuration stays.
+
+    Returns:
+        whether it has experts.
+
+    Raises:
+        ValueError: the configuration is not that of a plain language model.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{folder}: {config.model_type} is not a plain language model; give the folder of its text part"
+        )
+    grouped = getattr(config, "num_key_value_heads", config.num_attention_heads) < config.num_attention_heads
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2 if grouped else 4,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "dtype": "float32",
+    }
+    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
+    sizes |= dict.fromkeys(experts, 4) | ({"num_experts_per_tok": 2} if experts else {})
+    for name, value in sizes.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if getattr(config, name, None) is not None:
+            setattr(config, name, 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(target)
+    sharpen(target)
+    return bool(experts)
