@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The container files. Nothing is built here, but what they copy and run exists and the versions are the pinned ones."""
+"""The container files. Nothing is built here; what they copy and run exists and the versions are the pinned ones."""
 
 import os
 import re

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a Markdown text to the files and headings it names that do not exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.special_sanity.checks import REPO_ROOT
+
+# What a path in backticks or in a command begins with, if it is a path of this repository.
+TOP_LEVEL = ("verl", "tests", "scripts", "docs", "docker", "examples", "recipe", ".github", ".ci")
+_IN_TEXT = re.compile(rf"(?<![\w./$~{{-])(?:{'|'.join(map(re.escape, TOP_LEVEL))})/[\w./*<>-]*[\w*>/]")
+_ROOT_FILE = re.compile(r"[\w.-]+\.(?:md|txt|toml|py|yaml|sh)|LICENSE|\.pre-commit-config\.yaml")
+_LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
+_FENCE = re.compile(r"^( *)(```+|~~~+)([^\n]*)\n(.*?)^\1\2\s*$", re.MULTILINE | re.DOTALL)
+_MODULE = re.compile(r"-m (verl(?:\.\w+)+)")
+
+
+def documents() -> list[Path]:
+    """README.md, CONTRIBUTING.md, the other Markdown files of the root, and everything under docs."""
+    found = [*REPO_ROOT.glob("*.md"), *(REPO_ROOT / "docs").rglob("*.md"), *(REPO_ROOT / ".github").rglob("*.md")]
+    return sorted(path.relative_to(REPO_ROOT) for path in found)
+
+
+def headings(source: str) -> set[str]:
+    """Anchors of a document's headings, as GitHub forms them."""
+    anchors: set[str] = set()
+    for title in re.findall(r"^#{1,6} +(.+?)\s*#*$", _FENCE.sub("", source), re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
+        anchor = re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+        number = next(i for i in range(len(anchors) + 1) if (f"{anchor}-{i}" if i else anchor) not in anchors)
+        anchors.add(f"{anchor}-{number}" if number else anchor)
+    return anchors
+
+
+def _line(source: str, position: int) -> int:
+    return source.count("\n", 0, position) + 1
+
+
+def _exists(name: str) -> bool:
+    """Whether a path from the root exists; ``*`` and a placeholder such as ``<name>`` match anything."""
+    name = re.sub(r"<\w*>", "*", name)
+    if "*" in name:
+        return any(REPO_ROOT.glob(name))
+    return (REPO_ROOT / name).exists()
+
+
+def _links(path: Path, source: str) -> Iterator[tuple[int, str]]:
+    prose = _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)
+    prose = re.sub(r"`[^`\n]+`", lambda match: " " * len(match[0]), prose)
+    for match in _LINK.finditer(prose):
+        target = match[1] or match[2]
+        if re.match(r"[a-z][a-z+.-]*:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (REPO_ROOT / path.parent / name).resolve() if name else REPO_ROOT / path
+        if not file.exists():
+            yield _line(source, match.start()), f"link to {target}, which does not exist"
+        elif not file.is_relative_to(REPO_ROOT):
+            yield _line(source, match.start()), f"link to {target}, which is outside the repository"
+        elif anchor and file.suffix == ".md":
+            text = source if not name else file.read_text(encoding="utf-8")
+            if anchor not in headings(text):
+                yield _line(source, match.start()), f"link to {target}, which has no such heading"
+
+
+def _named_files(source: str) -> Iterator[tuple[int, str]]:
+    source = re.sub(
+        r"(?<=\]\()[^)\s]+|(?<=\]: )\S+", lambda match: " " * len(match[0]), source
+    )  # links are checked apart
+    for match in _IN_TEXT.finditer(source):
+        if not _exists(match[0]):
+            yield _line(source, match.start()), f"names {match[0]}, which does not exist"
+    for match in re.finditer(r"`([^`\n]+)`", _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)):
+        if _ROOT_FILE.fullmatch(match[1]) and not any(REPO_ROOT.glob(match[1])) and not _is_somewhere(match[1]):
+            yield _line(source, match.start()), f"names {match[1]}, and there is no such file"
+    for match in _MODULE.finditer(source):
+        stem = match[1].replace(".", "/")
+        if not (REPO_ROOT / f"{stem}.py").is_file() and not (REPO_ROOT / stem / "__main__.py").is_file():
+            yield _line(source, match.start()), f"runs {match[1]}, which does not exist"
+
+
+def _is_somewhere(name: str) -> bool:
+    """Whether a file of that name is anywhere in the source folders: text may name a file without its folder."""
+    return any(next((REPO_ROOT / folder).rglob(name), None) for folder in TOP_LEVEL if (REPO_ROOT / folder).is_dir())
+
+
+def check_document(path: Path, source: str) -> list[str]:
+    """``path:line: what is wrong`` for every link and name in a document that leads nowhere.
+
+    A name that is meant as an example, not as a file of this tree, stands on a line that ends in
+    ``<!-- not a file -->`` (in a block of code: ``# not a file``).
+    """
+    lines = source.splitlines()
+    excused = {i for i, line in enumerate(lines, start=1) if re.search(r"(<!--|#) not a file( -->)?\s*$", line)}
+    found = [*_links(path, source), *_named_files(source)]
+    return [f"{path}:{line}: {text}" for line, text in sorted(set(found)) if line not in excused]

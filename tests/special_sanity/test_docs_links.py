@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every link, file, script and module that the documentation names exists."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.special_sanity import docs_links
+from tests.special_sanity.checks import REPO_ROOT
+
+DOCUMENTS = docs_links.documents()
+
+
+def test_the_documents_are_found():
+    assert {Path("README.md"), Path("CONTRIBUTING.md"), Path("docs/objective.md")} <= set(DOCUMENTS)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str)
+def test_everything_named_exists(path):
+    problems = docs_links.check_document(path, (REPO_ROOT / path).read_text(encoding="utf-8"))
+    assert not problems, "\n".join(["", *problems])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](missing.md)",
+        "[a](docs/objective.md#no-such-heading)",
+        "[a](#nowhere)",
+        "![a](docs/missing.svg 'title')",
+        "[a]: missing.md",
+        "[a](../../outside.md)",
+        "see `scripts/missing.sh`",
+        "see `verl/missing/`",
+        "see `verl/trainer/missing_*.py`",
+        "see `missing_script.py`",
+        "see `requirements-missing.txt`",
+        "```bash\nbash scripts/missing.sh\n```",
+        "```bash\npython3 -m verl.trainer.missing\n```",
+        "run scripts/missing.sh first",
+        "`tests/missing/test_x.py`, and more",
+    ],
+)
+def test_a_planted_fault_is_found(text):
+    problems = docs_links.check_document(Path("README.md"), f"# Title\n\n{text}\n")
+    assert len(problems) == 1, problems
+    assert problems[0].startswith(("README.md:3: ", "README.md:4: "))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](LICENSE), [b](docs/objective.md#1-one-form), [c](#the-title), [d](https://example.org/x.md)",
+        "see `scripts/test.sh`, `verl/utils/`, `verl/trainer/main_*.py`, `loss_scale.py`, `requirements.txt`",
+        "```bash\npython3 -m verl.trainer.main_ppo data.train_files=x/train.parquet ~/verl/data.md\n```",
+        "```text\n[a](missing.md)\n```",
+        "`[a](missing.md)`",
+        "the folder `outputs/quickstart/`, `/opt/scripts/x.sh`, `$HOME/docs/x.md`",
+        "`tests/algos/test_<name>_on_cpu.py`",
+        "copy it to `scripts/mine.sh` <!-- not a file -->",
+    ],
+)
+def test_what_exists_or_is_not_ours_passes(text):
+    assert docs_links.check_document(Path("README.md"), f"# The title\n\n{text}\n") == []
+
+
+def test_headings_are_those_of_github():
+    source = "# 1. One form\n## `agg_loss`, in *short*\n## Same\n## Same\n```\n# no heading\n```\n"
+    assert docs_links.headings(source) == {"1-one-form", "agg_loss-in-short", "same", "same-1"}
