@@ -160,24 +160,6 @@ def test_dual_clip_constant_must_exceed_one():
         compute_policy_loss_vanilla(**batch(), config=actor(clip_ratio_c=0.9))
 
 
-def test_every_registered_loss_takes_the_full_keyword_set():
-    data = batch()
-    assert "vanilla" in POLICY_LOSS_REGISTRY.names()
-    for name in POLICY_LOSS_REGISTRY.names():
-        loss, metrics = get_policy_loss_fn(name)(
-            **data,
-            loss_agg_mode="token-mean",
-            config=actor(),
-            rollout_is_weights=torch.ones_like(data["log_prob"]),
-            dp_size=2,
-            batch_num_tokens=50,
-            global_batch_size=12,
-            loss_scale_factor=None,
-            max_response_length=7,
-        )
-        assert loss.shape == () and metrics
-
-
 def test_registry(monkeypatch):
     monkeypatch.setattr(POLICY_LOSS_REGISTRY, "_functions", dict(POLICY_LOSS_REGISTRY._functions))
 
@@ -190,6 +172,6 @@ def test_registry(monkeypatch):
     with pytest.raises(ValueError, match="'mine' is already registered"):
         register_policy_loss("mine")(lambda **kwargs: None)
     with pytest.raises(
-        ValueError, match=r"actor.policy_loss.loss_mode='vanila'.*did you mean 'vanilla'.*known: mine, v"
+        ValueError, match=r"actor.policy_loss.loss_mode='vanila'.*did you mean 'vanilla'.*known: .*mine"
     ):
         get_policy_loss_fn("vanila")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
 from verl.workers.config.names import KL_CONTROLLERS, KL_PENALTIES, check_name
+from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
 
 @dataclass
@@ -23,11 +24,29 @@ class KLControlConfig(BaseConfig):
 
 
 @dataclass
+class FilterGroupsConfig(BaseConfig):
+    """DAPO's dynamic sampling (arXiv 2503.14476): prompts whose responses are all equal in ``metric`` are replaced.
+
+    ``metric``: seq_reward, score, or an extra value of the reward, such as acc. ``max_num_gen_batches``: batches drawn
+    for one step at most; 0 or less for no limit.
+    """
+
+    enable: bool = False
+    metric: str | None = None
+    max_num_gen_batches: int = 0
+
+    def __post_init__(self) -> None:
+        if self.enable and not self.metric:
+            raise ValueError("metric must be set while enable=True, for instance to acc, score or seq_reward")
+
+
+@dataclass
 class AlgoConfig(BaseConfig):
     """How rewards become advantages.
 
     ``gamma`` and ``lam`` are GAE's discount and trace decay. ``norm_adv_by_std_in_grpo`` False leaves out GRPO's
-    division by the group's standard deviation (Dr. GRPO, arXiv 2503.20783).
+    division by the group's standard deviation (Dr. GRPO, arXiv 2503.20783). ``gdpo_reward_keys`` names the rewards that
+    gdpo combines, columns that the reward function returns; ``gdpo_reward_weights`` weighs them, 1 each by default.
     """
 
     gamma: float = 1.0
@@ -37,6 +56,10 @@ class AlgoConfig(BaseConfig):
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    gdpo_reward_keys: list | None = None
+    gdpo_reward_weights: list | None = None
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
     def __post_init__(self) -> None:
         check_name("kl_penalty", self.kl_penalty, KL_PENALTIES)

@@ -12,6 +12,7 @@ from verl.workers.config.engine import (
 from verl.workers.config.model import HFModelConfig, MtpConfig
 from verl.workers.config.optimizer import McoreOptimizerConfig
 from verl.workers.config.rollout import CheckpointEngineConfig, RolloutConfig, SamplingConfig
+from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
 __all__ = [
     "ActorConfig",
@@ -27,6 +28,7 @@ __all__ = [
     "MtpConfig",
     "PolicyLossConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RouterReplayConfig",
     "SamplingConfig",
     "TrainingWorkerConfig",

@@ -7,13 +7,37 @@ from verl.base_config import BaseConfig
 from verl.workers.config.engine import McoreCheckpointConfig, McoreEngineConfig
 from verl.workers.config.names import KL_PENALTIES, LOSS_AGG_MODES, check_name
 from verl.workers.config.optimizer import McoreOptimizerConfig
+from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
 
 @dataclass
 class PolicyLossConfig(BaseConfig):
-    """Which policy loss is used: a name in the registry of ``verl.algos.policy_loss``."""
+    """Which policy loss is used, a name in the registry of ``verl.algos.policy_loss``, and what single losses read.
+
+    ``clip_cov_*``: share of the tokens that clip_cov drops, and the covariances between which they lie.
+    ``kl_cov_ratio`` and ``ppo_kl_coef``: share of the tokens that kl_cov holds back, and how strongly.
+    ``dro_beta``: weight of dro's squared log-ratio. ``rollout_correction``: for bypass_mode, filled in by the trainer.
+
+    Raises ``ValueError`` for a value out of range.
+    """
 
     loss_mode: str = "vanilla"
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 0.1
+    dro_beta: float | None = None
+    rollout_correction: RolloutCorrectionConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("clip_cov_ratio", "kl_cov_ratio"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}")
+        if self.loss_mode == "dro" and not (self.dro_beta and self.dro_beta > 0):
+            raise ValueError(f"dro_beta={self.dro_beta} must be a positive number for loss_mode='dro', such as 0.05")
 
 
 @dataclass
@@ -24,7 +48,8 @@ class ActorConfig(BaseConfig):
     ``ppo_micro_batch_size_per_gpu`` counts responses on one data-parallel rank; with ``use_dynamic_bsz`` the split goes
     by ``ppo_max_token_len_per_gpu`` tokens instead. ``clip_ratio_low``/``clip_ratio_high`` bound the probability ratio
     below and above, ``clip_ratio_c`` is the dual clip's bound (Ye et al. 2020, arXiv 1912.09729). The divisor of
-    "seq-mean-token-sum-norm" is ``loss_scale_factor``, else ``max_response_length``.
+    "seq-mean-token-sum-norm" is ``loss_scale_factor``, else ``max_response_length``. ``tau_pos`` and ``tau_neg`` are
+    the temperatures of sapo for positive and other advantages.
 
     Raises ``ValueError`` for an unknown name or a value out of range.
     """
@@ -40,6 +65,8 @@ class ActorConfig(BaseConfig):
     clip_ratio_low: float = 0.2
     clip_ratio_high: float = 0.2
     clip_ratio_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
     loss_agg_mode: str = "token-mean"
     loss_scale_factor: int | None = None
     entropy_coeff: float = 0.0
@@ -69,6 +96,9 @@ class ActorConfig(BaseConfig):
             )
         if self.clip_ratio_c <= 1:
             raise ValueError(f"clip_ratio_c={self.clip_ratio_c} must be above 1, for example 3.0")
+        for name in ("tau_pos", "tau_neg"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive, for example 1.0")
 
 
 @dataclass

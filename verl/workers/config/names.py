@@ -11,7 +11,20 @@ _KL_BASE = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 # A trailing "+" keeps the value and takes the gradient of k2 (verl.algos.kl).
 KL_PENALTIES = _KL_BASE + tuple(f"{name}+" for name in _KL_BASE)
 
-POLICY_LOSSES = ("vanilla",)
+POLICY_LOSSES = (
+    "vanilla",
+    "gspo",
+    "sapo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "geo_mean",
+    "dro",
+    "cispo",
+    "dppo_tv",
+    "dppo_kl",
+    "bypass_mode",
+)
 
 ADV_ESTIMATORS = (
     "grpo",
