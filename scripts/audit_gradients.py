@@ -10,8 +10,8 @@ that fits the cores or accelerators at hand, and compares whole gradients, metri
 of the unsharded model. Prints and writes a Markdown table; exit code 1 if an error is beyond its limit.
 
 Keys: out=FILE (default outputs/exactness.md); world=N processes; cases=N per engine (default 2); tp, pp, vpp, cp, ep,
-etp=N: one layout instead of all; layers=N (default 2); z_loss=X (default 0.1); faults=1: also put known faults into the code
-(four processes, tiny Qwen3-MoE), to show that the comparison sees them; timeout=SECONDS (default 900).
+etp=N: one layout instead of all; layers=N (default 2); z_loss=X (default 0.1); timeout=SECONDS (default 900); faults=1:
+also put known faults into the code (four processes, tiny Qwen3-MoE), to show that the comparison sees them.
 """
 
 import difflib
@@ -127,7 +127,8 @@ def planted_faults(accelerators: bool, timeout_s: int) -> str:
     with tempfile.TemporaryDirectory(prefix="verl_audit_") as place:
         outcomes, _ = run_world(try_faults, 4, save_models(place), timeout_s=timeout_s, on_accelerators=accelerators)[0]
     return (
-        "\n## Faults that the comparison sees\n\nEach was put into the code alone, on one check; the error is relative.\n\n"
+        "\n## Faults that the comparison sees\n\n"
+        "Each was put into the code alone, on one check; the error is relative.\n\n"
         f"{report.fault_table(outcomes)}\n"
     )
 
@@ -168,8 +169,8 @@ def audit(folder: str | None, settings: dict[str, Any], asked: dict[str, int]) -
         f"# Measured exactness\n\nMade by `{command}` on {where}, {len(checks)} cases in {seconds:.0f} s. Numbers are\n"
         "the largest relative L2 differences from plain autograd of the unsharded model (see\n"
         f"[objective.md](objective.md)); {len(beyond)} cases are beyond their limits\n({report.limits()}).\n"
-        "Megatron keeps the gradient norm and the clipping factor in float32, which is what the norm and update show.\n\n"
-        f"{table}\n\n## Every case\n\n{report.every_case(results)}\n"
+        "Megatron keeps the gradient norm and the clipping factor in float32, which is what the norm and update show.\n"
+        f"\n{table}\n\n## Every case\n\n{report.every_case(results)}\n"
     )
     if settings["faults"]:
         text += planted_faults(accelerators, settings["timeout"])

@@ -205,6 +205,11 @@ def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
             f"{prefix}.moe_aux_loss_coeff={overrides['moe_aux_loss_coeff']} has no effect with "
             f"moe_router_load_balancing_type={kinds[0]}; set the type to one of {', '.join(_AUX_LOSS_TYPES)}"
         )
+    if set(kinds) & set(_AUX_LOSS_TYPES) and not overrides.get("moe_aux_loss_coeff"):
+        raise ValueError(
+            f"{prefix}.moe_router_load_balancing_type={kinds[0]} has no effect without a coefficient; "
+            f"set {prefix}.moe_aux_loss_coeff, for instance to 0.001"
+        )
 
 
 def _local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
