@@ -57,6 +57,9 @@ def test_a_right_configuration_passes(right_ppo: DictConfig, right_sft: DictConf
     assert _problems(right_sft, {}, validate_sft_config) == []
 
 
+FILTER = {"enable": True, "metric": "acc", "max_num_gen_batches": 0}
+OVERLONG = {"enable": True, "len": 0}
+
 WRONG_PPO = [
     # Batches: the key, its value, and the nearest right number.
     (
@@ -130,19 +133,39 @@ WRONG_PPO = [
     ({"trainer.device": "gpu"}, ["trainer.device='gpu'", "'cuda'"]),
     (
         {"reward.reward_manager.name": "dapoo"},
-        ["reward.reward_manager.name='dapoo' is not known", "'naive', 'dapo', 'prime', 'batch'", "Did you mean 'dapo'?"],
+        [
+            "reward.reward_manager.name='dapoo' is not known",
+            "'naive', 'dapo', 'prime', 'batch'",
+            "Did you mean 'dapo'?",
+        ],
     ),
     (
-        {"reward.reward_manager.name": "dapo", "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 0}},
+        {"reward.reward_manager.name": "dapo", "reward.reward_kwargs.overlong_buffer_cfg": OVERLONG},
         ["reward.reward_kwargs.overlong_buffer_cfg.len=0 must be at least 1"],
     ),
     (
-        {"reward.reward_manager.name": "dapo", "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 513}},
+        {
+            "reward.reward_manager.name": "dapo",
+            "reward.reward_kwargs.overlong_buffer_cfg": {"enable": True, "len": 513},
+        },
         ["overlong_buffer_cfg.len=513 is more than max_resp_len=512; use at most 512"],
     ),
     (
         {"reward.reward_kwargs.overlong_buffer_cfg": {"enable": True}},
         ["reward.reward_kwargs.overlong_buffer_cfg", "'naive' has no use for it"],
+    ),
+    # Dynamic sampling.
+    ({"algorithm.filter_groups.enable": True, f"{A}.rollout.n": 2}, ["algorithm.filter_groups.metric must be set"]),
+    ({"algorithm.filter_groups": FILTER}, ["algorithm.filter_groups.enable=True", "rollout.n=1 gives one"]),
+    (
+        {"algorithm.filter_groups": FILTER | {"metric": "seq_final_reward"}, "algorithm.use_kl_in_reward": True}
+        | {f"{A}.rollout.n": 2},
+        ["metric='seq_final_reward' is not supported", "use seq_reward"],
+    ),
+    ({"data.gen_batch_size": 16}, ["data.gen_batch_size=16 differs", "algorithm.filter_groups.enable=True"]),
+    (
+        {"algorithm.filter_groups": FILTER, f"{A}.rollout.n": 2, "data.gen_batch_size": 24},
+        ["holds 16 rows, fewer than data.gen_batch_size=24"],
     ),
     ({"reward.reward_kwargs.timeout": -1}, ["reward.reward_kwargs.timeout=-1 must be above 0 seconds"]),
     ({"trainer.resume_mode": "resume_path"}, ["trainer.resume_from_path=None is not a folder"]),
@@ -386,5 +409,5 @@ def test_the_known_names_are_those_of_the_code() -> None:
 
     for name in names.ADV_ESTIMATORS:
         assert callable(get_adv_estimator_fn(name))
-    for name in tables.ONE_OF["ppo_trainer"][f"{A}.actor.policy_loss.loss_mode"]:
+    for name in names.POLICY_LOSSES:
         assert callable(get_policy_loss_fn(name))

@@ -51,6 +51,7 @@ from verl.trainer.ppo.preflight_files import (
     check_reward_file,
     open_data_files,
 )
+from verl.trainer.ppo.preflight_sampling import check_filter_groups
 from verl.utils.config import (
     CONFIG_DIR,
     compose_config,
@@ -312,6 +313,8 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
         get(tree, "data.max_response_length"),
     )
     errors += (problem or "").splitlines()
+    if _all_positive(tree, ("data.gen_batch_size", f"{ROLLOUT}.n")):
+        errors += check_filter_groups(tree)
     if _all_positive(tree, tables.DIVISORS["ppo_trainer"]):
         _check_ppo_layout(tree, errors)
     # What the reference model copies from the actor is wrong once, not twice.
@@ -371,8 +374,8 @@ def _check_ppo_files(tree: dict, errors: list[str]) -> None:
     for key in ("train_files", "val_files"):
         files = open_data_files(f"data.{key}", data[key], needed, errors)
         if key == "train_files" and files:
-            batch_size, most = data["train_batch_size"], data["train_max_samples"]
-            errors += check_num_rows("data.train_files", files, most, "data.train_batch_size", batch_size)
+            own = "gen_batch_size" if data["gen_batch_size"] else "train_batch_size"
+            errors += check_num_rows("data.train_files", files, data["train_max_samples"], f"data.{own}", data[own])
         if not custom["path"] and get(tree, "reward.reward_manager.name") in REWARD_MANAGERS:
             errors += check_data_sources(f"data.{key}", data["reward_fn_key"], files)
     if custom["path"]:

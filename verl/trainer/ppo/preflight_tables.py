@@ -100,6 +100,7 @@ NEEDS_CRITIC = ("gae",)
 AT_LEAST_ONE = {
     "ppo_trainer": (
         "data.train_batch_size",
+        "data.gen_batch_size",
         "data.val_batch_size",
         "data.max_prompt_length",
         "data.max_response_length",

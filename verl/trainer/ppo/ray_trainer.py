@@ -30,6 +30,7 @@ from verl.single_controller.ray import (
 from verl.trainer.ppo.batching import dp_row_order, model_batch, prompt_batch, token_imbalance
 from verl.trainer.ppo.checkpointing import CriticPart, load_checkpoint, save_checkpoint
 from verl.trainer.ppo.critic import compute_values, update_critic
+from verl.trainer.ppo.dynamic_sampling import fill_batch, loader_batch_size
 from verl.trainer.ppo.metric_utils import (
     PhaseTimer,
     compute_data_metrics,
@@ -38,7 +39,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     worker_report,
 )
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.utils import Role, actor_dp_size, need_critic, need_reference_policy
 from verl.trainer.ppo.validation import generate, validate, write_generations
 from verl.utils.checkpoint_folder import CheckpointFolder
@@ -142,7 +143,7 @@ class RayPPOTrainer:
         self.resume_source = self.checkpoints.resume_from(config.trainer.resume_mode, config.trainer.resume_from_path)
         self.train_dataloader = ResumableLoader(
             train_dataset,
-            config.data.train_batch_size,
+            loader_batch_size(config),
             collate_fn,
             shuffle=config.data.shuffle,
             seed=1 if config.data.seed is None else config.data.seed,
@@ -250,7 +251,7 @@ class RayPPOTrainer:
         trainer, timer = self.config.trainer, PhaseTimer()
         epoch = self.train_dataloader.epoch
         with timer.phase("step"):
-            batch, metrics = self.training_step(next(batches), timer)
+            batch, metrics = self.training_step(next(batches), timer, batches)
         self.global_steps += 1
         if self._can_validate() and self._due(trainer.test_freq):
             with timer.phase("testing"):
@@ -265,20 +266,26 @@ class RayPPOTrainer:
         metrics |= compute_throughout_metrics(batch, timer, self.actor_rollout_wg.world_size)
         return metrics
 
-    def training_step(self, rows: dict, timer: PhaseTimer) -> tuple[DataProto, dict[str, float]]:
+    def training_step(
+        self, rows: dict, timer: PhaseTimer, more: Iterator[dict] | None = None
+    ) -> tuple[DataProto, dict[str, float]]:
         """From collated prompts to updated weights.
 
         Args:
-            rows: collated prompts, `data.train_batch_size` of them.
+            rows: collated prompts, `data.train_batch_size` of them (under dynamic sampling `data.gen_batch_size`).
             timer: gets the phases gen, reward, old_log_prob, ref, values, adv, update_critic, update_actor,
                 update_weights, as far as there are such.
 
         Returns:
             (the finished batch of train_batch_size * n rows, metrics of the updates).
         """
-        batch, metrics = self._rollout(rows, timer), {}
-        with timer.phase("reward"):
-            self._score(batch)
+        batch, metrics = fill_batch(
+            lambda part, number: self._rollout_and_score(part, timer, number),
+            rows,
+            more,
+            self.config,
+            batches_in_data=len(self.train_dataloader),
+        )
         batch = self._arrange(batch, metrics)
         data = model_batch(batch)
         metrics |= self._old_log_probs(batch, data, timer)
@@ -305,8 +312,15 @@ class RayPPOTrainer:
             "global_steps": self.global_steps,
         }
 
-    def _rollout(self, rows: dict, timer: PhaseTimer) -> DataProto:
-        batch = prompt_batch(rows, self.config.actor_rollout_ref.rollout.n, uid_prefix=str(self.global_steps))
+    def _rollout_and_score(self, rows: dict, timer: PhaseTimer, number: int) -> tuple[DataProto, dict[str, float]]:
+        prefix = f"{self.global_steps}.{number}" if number else str(self.global_steps)
+        batch = self._rollout(rows, timer, prefix)
+        with timer.phase("reward"):
+            self._score(batch)
+        return batch, reward_metrics(self.reward_fn)
+
+    def _rollout(self, rows: dict, timer: PhaseTimer, uid_prefix: str) -> DataProto:
+        batch = prompt_batch(rows, self.config.actor_rollout_ref.rollout.n, uid_prefix=uid_prefix)
         with timer.worker_call("gen") as seconds:
             batch = generate(self.actor_rollout_wg, batch, self._rollout_meta() | {"validate": False})
             seconds += batch.meta_info.get("timing", {}).values()
