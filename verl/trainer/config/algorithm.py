@@ -41,23 +41,6 @@ class FilterGroupsConfig(BaseConfig):
 
 
 @dataclass
-class FilterGroupsConfig(BaseConfig):
-    """DAPO's dynamic sampling (arXiv 2503.14476): prompts whose responses are all equal in ``metric`` are replaced.
-
-    ``metric``: seq_reward, score, or an extra value of the reward, such as acc. ``max_num_gen_batches``: batches drawn
-    for one step at most; 0 or less for no limit.
-    """
-
-    enable: bool = False
-    metric: str | None = None
-    max_num_gen_batches: int = 0
-
-    def __post_init__(self) -> None:
-        if self.enable and not self.metric:
-            raise ValueError("metric must be set while enable=True, for instance to acc, score or seq_reward")
-
-
-@dataclass
 class AlgoConfig(BaseConfig):
     """How rewards become advantages.
 
@@ -73,7 +56,6 @@ class AlgoConfig(BaseConfig):
     use_kl_in_reward: bool = False
     kl_penalty: str = "kl"
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
     gdpo_reward_keys: list | None = None
     gdpo_reward_weights: list | None = None
