@@ -21,13 +21,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.trainer.ppo import preflight_tables as tables
+from verl.trainer.ppo.preflight_algos import check_algorithm
 from verl.trainer.ppo.preflight_batch import (
     check_guards,
     check_layout,
@@ -65,7 +65,7 @@ from verl.utils.config import (
     type_in_words,
 )
 from verl.utils.quiet import quiet_libraries
-from verl.workers.config.names import ADV_ESTIMATORS, check_name
+from verl.workers.config.names import check_name
 from verl.workers.config.reward import REWARD_MANAGERS, reward_kwargs_problem
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     _check_tables(tree, tables.MODEL_REFUSED, MODEL, errors)
     _check_tables(tree, tables.CHECKPOINT_REFUSED, f"{ACTOR}.checkpoint", errors)
     _check_tables(tree, tables.PPO_REFUSED, "", errors)
-    _check_estimator(tree, errors)
+    errors += check_algorithm(tree)
     problem = reward_kwargs_problem(
         get(tree, "reward.reward_manager.name"),
         get(tree, "reward.reward_kwargs"),
@@ -319,24 +319,6 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
         _check_ppo_layout(tree, errors)
     # What the reference model copies from the actor is wrong once, not twice.
     errors[:] = [error for error in errors if error.replace(f"{REF}.", f"{ACTOR}.") not in errors or REF not in error]
-
-
-def _check_estimator(tree: dict, errors: list[str]) -> None:
-    name = get(tree, "algorithm.adv_estimator")
-    # A program of the user's that registers an estimator has imported the registry by now; only then is it asked.
-    module = sys.modules.get("verl.algos.advantage")
-    if name in ADV_ESTIMATORS or (module is not None and _is_registered(module, name)):
-        return
-    close = get_close_matches(str(name), ADV_ESTIMATORS, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    errors.append(f"algorithm.adv_estimator={name!r} is not known; choose one of {', '.join(ADV_ESTIMATORS)}.{hint}")
-
-
-def _is_registered(module: Any, name: str) -> bool:
-    try:
-        return callable(module.get_adv_estimator_fn(name))
-    except (ValueError, KeyError):
-        return False
 
 
 def _uses_reference(tree: dict) -> bool:

@@ -135,7 +135,6 @@ AT_LEAST_ONE = {
 ONE_OF = {
     "ppo_trainer": {
         "actor_rollout_ref.rollout.name": ("hf",),
-        "actor_rollout_ref.actor.policy_loss.loss_mode": ("vanilla",),
         "data.truncation": ("error", "left", "right", "middle"),
         "reward.reward_manager.name": REWARD_MANAGERS,
         "trainer.device": (None, *DEVICE_NAMES),
