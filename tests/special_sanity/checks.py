@@ -31,6 +31,7 @@ FLOORS = {
     "verl.workers.utils": 4,
     "verl.workers.engine": 5,
     "verl.workers.engine_workers": 6,
+    "verl.workers.critic_worker": 6,
     "verl.workers.rollout": 6,
     "verl.workers.reward_manager": 6,
     "verl.trainer.ppo": 7,
