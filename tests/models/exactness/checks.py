@@ -38,8 +38,9 @@ DATA = {
     "masked rank": LENGTHS,
     "masked batch": LENGTHS,
 }
-LOSSES = ("policy", "sequence", "kl", "entropy", "sft")
+LOSSES = ("policy", "sequence", "gspo", "kl", "entropy", "sft")
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+MODE_OF = {"sft": "token-mean", "gspo": "seq-mean-token-mean"}  # losses whose aggregation is part of them
 SPLITS: tuple[int | str, ...] = (1, 2, 4, "dynamic")
 AUX_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
@@ -96,7 +97,7 @@ class Check(Case):
     def reference_key(self) -> tuple:
         """Cases with the same key have the same gradient."""
         aux = (self.aux_type, self.aux_coef, str(self.steps()), self.dense) if self.aux_type else ()
-        mode = self.loss_agg_mode if self.loss != "sft" else ""
+        mode = "" if self.loss in MODE_OF else self.loss_agg_mode
         batch = (self.lengths, self.masked_rows)
         return (self.model, self.dtype, self.loss, mode, self.z_loss, *batch, *aux)
 
@@ -122,7 +123,7 @@ def make_check(layout: str, **settings: Any) -> Check:
     }.get(check.data, ())
     form = "bshd" if check.dense else "thd"
     words = [layout, "flag" if check.per_token_loss else "no flag", form, check.dtype, check.loss]
-    words += [check.loss_agg_mode] * (check.loss != "sft") + [f"split {check.split}", check.data]
+    words += [check.loss_agg_mode] * (check.loss not in MODE_OF) + [f"split {check.split}", check.data]
     words += ["distributed optimizer"] * check.distributed_optimizer + [check.aux_type or ""]
     return replace(check, name=", ".join(filter(None, words)), masked_rows=masked, **sizes)
 
@@ -130,7 +131,7 @@ def make_check(layout: str, **settings: Any) -> Check:
 def _allowed(known: dict[str, Any], factors: dict[str, Any]) -> bool:
     if known.get("vpp") and factors["split"] == 1:
         return False  # virtual stages need a multiple of the pipeline's size
-    return factors["loss"] != "sft" or factors["loss_agg_mode"] == "token-mean"
+    return factors["loss_agg_mode"] == MODE_OF.get(factors["loss"], factors["loss_agg_mode"])
 
 
 def design(per_engine: int = 2, layouts: dict[str, dict[str, Any]] = LAYOUTS, **common: Any) -> list[Check]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong factors, counts, masks and places, each put into the real code of one process for the time of one check."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,13 @@ def swapped(*places: tuple[Any, str, Any]) -> Iterator[None]:
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def everywhere(name: str, right: Any, wrong: Any) -> AbstractContextManager:
+    """Swap a function in every module of the package that imported it by name."""
+    modules = [m for key, m in list(sys.modules.items()) if key.startswith("verl.") and vars(m).get(name) is right]
+    assert modules, name
+    return swapped(*((module, name, wrong) for module in modules))
 
 
 # ------------------------------------------------------------------------------------------- counts and factors
@@ -108,14 +116,12 @@ def mean_of_means() -> AbstractContextManager:
 
 
 def sequence_count_of_a_shard() -> AbstractContextManager:
-    from verl.algos import policy_loss
-
-    right = policy_loss.agg_loss
+    from verl.algos.aggregation import agg_loss
 
     def shard(loss: torch.Tensor, mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return right(loss, mask, *args, seq_num_tokens=(mask != 0).sum(-1) // 2, **kwargs)
+        return agg_loss(loss, mask, *args, seq_num_tokens=(mask != 0).sum(-1) // 2, **kwargs)
 
-    return swapped((policy_loss, "agg_loss", shard))
+    return everywhere("agg_loss", agg_loss, shard)
 
 
 def two_items() -> AbstractContextManager:
@@ -192,13 +198,9 @@ def local_positions() -> AbstractContextManager:
 
 
 def multiply_by_mask() -> AbstractContextManager:
-    from verl.algos import aggregation, kl, policy_loss
-    from verl.workers.utils import losses
+    from verl.algos.aggregation import select
 
-    def product(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return values * mask
-
-    return swapped(*((module, "select", product) for module in (aggregation, kl, policy_loss, losses)))
+    return everywhere("select", select, lambda values, mask: values * mask)
 
 
 # ------------------------------------------------------------------------------------------- gradients between ranks

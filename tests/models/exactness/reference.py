@@ -43,15 +43,23 @@ def aggregate(rows: list[Row], losses: list[torch.Tensor], mode: str) -> torch.T
     return sum(parts) / max(divisor, 1)
 
 
-def policy_terms(row: Row, sequence_level: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Section 2: (loss, clipped?, bounded?, log ratio) of each token of a row."""
-    log_ratio = (row.log_prob - row.old).clamp(-20, 20)
-    if sequence_level:
-        mean = log_ratio[row.target].sum() / max(int(row.target.sum()), 1)
-        log_ratio = mean.expand_as(log_ratio)
+def policy_terms(row: Row, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Section 2: (loss, clipped?, bounded?, log ratio) of each token of a row.
+
+    ``policy`` is PPO's surrogate with the dual clip, ``gspo`` that of whole sequences (arXiv 2507.18071, token form),
+    ``sequence`` a surrogate whose every token has the gradient of the whole sequence's ratio.
+    """
+    log_ratio, n = (row.log_prob - row.old).clamp(-20, 20), max(int(row.target.sum()), 1)
+    if kind == "sequence":
+        log_ratio = (log_ratio[row.target].sum() / n).expand_as(log_ratio)
+    if kind == "gspo":
+        mean = (row.log_prob - row.old)[row.target].sum().detach() / n
+        log_ratio = (mean + row.log_prob - row.log_prob.detach()).clamp(max=10)
     ratio, minus = log_ratio.exp(), -row.advantage
     loss = torch.maximum(minus * ratio, minus * ratio.clamp(1 - CLIP, 1 + CLIP))
     clipped = minus * ratio.clamp(1 - CLIP, 1 + CLIP) > minus * ratio
+    if kind == "gspo":
+        return loss, clipped, torch.zeros_like(clipped), log_ratio
     bounded = (row.advantage < 0) & (loss > minus * DUAL_CLIP)
     return torch.where(bounded, minus * DUAL_CLIP, loss), clipped, bounded, log_ratio
 
@@ -67,11 +75,13 @@ def step_loss(rows: list[Row], loss: str, mode: str) -> tuple[torch.Tensor, dict
     if loss == "sft":
         total = aggregate(rows, [-row.log_prob for row in rows], "token-mean")
         return total, {"loss": float(total), "sft/loss": float(total)}
-    terms = [policy_terms(row, loss == "sequence") for row in rows]
+    mode = "seq-mean-token-mean" if loss == "gspo" else mode  # part of the method
+    terms = [policy_terms(row, loss) for row in rows]
     total = aggregate(rows, [term[0] for term in terms], mode)
     tokens = sum(int(row.target.sum()) for row in rows)
     metrics = {"actor/pg_loss": float(total)}
-    names = {"actor/pg_clipfrac": 1, "actor/pg_clipfrac_lower": 2} if loss != "sequence" else {}
+    names = {"actor/pg_clipfrac": 1, "actor/pg_clipfrac_lower": 2}
+    names = {"sequence": {}, "gspo": {"actor/pg_clipfrac": 1}}.get(loss, names)
     for name, place in names.items():
         count = sum(int(term[place][row.target].sum()) for row, term in zip(rows, terms, strict=True))
         metrics[name] = count / tokens if tokens else float("nan")

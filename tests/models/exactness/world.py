@@ -90,7 +90,9 @@ def loss_function(check: Check) -> Callable:
     settings: dict[str, Any] = {
         "loss_agg_mode": check.loss_agg_mode,
         "max_response_length": reference.HORIZON,
-        "policy_loss": PolicyLossConfig(loss_mode=SEQUENCE_LOSS if check.loss == "sequence" else "vanilla"),
+        "policy_loss": PolicyLossConfig(
+            loss_mode={"sequence": SEQUENCE_LOSS, "gspo": "gspo"}.get(check.loss, "vanilla")
+        ),
     }
     if check.loss == "entropy":
         settings |= {"entropy_coeff": reference.ENTROPY_COEF}
