@@ -38,8 +38,11 @@ def _line(source: str, position: int) -> int:
 
 
 def _exists(name: str) -> bool:
-    """Whether a path from the root exists; ``*`` and a placeholder such as ``<name>`` match anything."""
-    name = re.sub(r"<\w*>", "*", name)
+    """Whether a path from the root exists. ``*`` matches anything; of a new file, written with a placeholder such as
+    ``<name>``, the folder must exist.
+    """
+    if "<" in name:
+        return (REPO_ROOT / name.partition("<")[0].rpartition("/")[0]).is_dir()
     if "*" in name:
         return any(REPO_ROOT.glob(name))
     return (REPO_ROOT / name).exists()

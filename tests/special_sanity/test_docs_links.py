@@ -33,6 +33,7 @@ def test_everything_named_exists(path):
         "see `scripts/missing.sh`",
         "see `verl/missing/`",
         "see `verl/trainer/missing_*.py`",
+        "see `verl/missing/test_<name>.py`",
         "see `missing_script.py`",
         "see `requirements-missing.txt`",
         "```bash\nbash scripts/missing.sh\n```",
@@ -56,7 +57,7 @@ def test_a_planted_fault_is_found(text):
         "```text\n[a](missing.md)\n```",
         "`[a](missing.md)`",
         "the folder `outputs/quickstart/`, `/opt/scripts/x.sh`, `$HOME/docs/x.md`",
-        "`tests/algos/test_<name>_on_cpu.py`",
+        "`tests/algos/test_<name>_on_cpu.py`, `verl/workers/engine/<backend>/`",
         "copy it to `scripts/mine.sh` <!-- not a file -->",
     ],
 )
