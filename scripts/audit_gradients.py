@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Measure how exactly gradients agree between parallel layouts, for a model of yours.
 

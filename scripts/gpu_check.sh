@@ -12,7 +12,7 @@ cd "$ROOT" || exit 1
 PYTHON="${VERL_VENV:-$ROOT/.venv}/bin/python"
 [[ -x "$PYTHON" ]] || PYTHON="$(command -v python3)"
 REPORT="${1:-outputs/exactness_gpu.md}"
-export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
+export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1 RAY_USAGE_STATS_ENABLED=0
 
 if ! "$PYTHON" -c 'import sys; from verl.utils.device import get_device_name as d; sys.exit(d() == "cpu")'; then
     echo "error: torch finds no accelerator here; bash scripts/test.sh runs what a CPU can run" >&2

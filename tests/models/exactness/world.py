@@ -114,7 +114,7 @@ def trains_on_prompt(check: Check, row: int) -> bool:
     return row % 3 == 0 and row not in check.masked_rows
 
 
-def rank_batch(check: Check, dp_rank: int, device: str) -> TensorDict:
+def rank_batch(check: Check, dp_rank: int) -> TensorDict:
     """One data-parallel rank's share, as a worker gets it."""
     rows = check.rows_of(dp_rank)
     data = left_right_2_no_padding(tu.index_select_tensor_dict(whole_batch(check), rows))
@@ -283,10 +283,9 @@ def metric_error(got: dict[str, Any], loss: float, expected: dict[str, float]) -
 def measure(built: Any, check: Check, expected: Reference) -> Result:
     """Run one step's forward and backward (and, for ``check.step``, the optimizer) and compare everything."""
     started = time.perf_counter()
-    device = "cpu"
     with built.train_mode():
         built.optimizer_zero_grad()
-        data = rank_batch(check, built.get_data_parallel_rank(), device)
+        data = rank_batch(check, built.get_data_parallel_rank())
         output = built.forward_backward_batch(data, loss_function(check))
         got = {name: tensor.cpu() for name, tensor in whole_gradients(built).items()}
         whole, worst, parameter = difference(got, expected.gradients)
