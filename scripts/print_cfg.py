@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from verl.utils.config import compose_config, flatten
 
-CONFIG_NAMES = ("ppo_trainer", "sft_trainer_engine")
+CONFIG_NAMES = ("ppo_trainer", "sft_trainer_engine", "generation", "evaluation")
 
 
 def accepted_keys() -> str:

@@ -135,12 +135,12 @@ def validate_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None
         ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
     """
     errors = _check_not_torchrun(os.environ if env is None else env)
-    tree, defaults, bad_keys = _read(config, "ppo_trainer", errors)
+    tree, defaults, bad_keys = read_config(config, "ppo_trainer", errors)
     if not bad_keys:
         _check_ppo_values(tree, errors)
     if not any(key.startswith(("data", "reward", MODEL)) for key in bad_keys):
         _check_ppo_files(tree, errors)
-    _refuse_all(errors)
+    refuse_all(errors)
     _log_no_effect(_changed(tree, defaults, _ppo_no_effect(tree, defaults)))
 
 
@@ -151,18 +151,19 @@ def validate_sft_config(config: DictConfig, env: Mapping[str, str] | None = None
         ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
     """
     errors: list[str] = []
-    tree, defaults, bad_keys = _read(config, "sft_trainer_engine", errors)
+    tree, defaults, bad_keys = read_config(config, "sft_trainer_engine", errors)
     if not bad_keys:
         _check_sft_values(tree, os.environ if env is None else env, errors)
     if not any(key.startswith(("data", "model")) for key in bad_keys):
         _check_sft_files(tree, errors)
-    _refuse_all(errors)
+    refuse_all(errors)
     reasons = _below("engine", tables.ENGINE_NO_EFFECT) | _below("model", tables.MODEL_NO_EFFECT)
     reasons |= tables.SFT_NO_EFFECT
     _log_no_effect(_changed(tree, defaults, reasons))
 
 
-def _refuse_all(errors: list[str]) -> None:
+def refuse_all(errors: list[str]) -> None:
+    """Raise ``ValueError`` with each of ``errors`` once, one a line, if there are any."""
     if errors:
         raise ValueError("\n".join(dict.fromkeys(errors)))
 
@@ -182,7 +183,7 @@ def _check_not_torchrun(env: Mapping[str, str]) -> list[str]:
     return []
 
 
-def _read(config: DictConfig, config_name: str, errors: list[str]) -> tuple[dict, dict, set[str]]:
+def read_config(config: DictConfig, config_name: str, errors: list[str]) -> tuple[dict, dict, set[str]]:
     """The config and the shipped one as nested dicts, and the keys that are unknown, gone or of another type."""
     try:
         for key in sorted(OmegaConf.missing_keys(config)):
@@ -244,7 +245,7 @@ def _type_problem(key: str, value: Any, default: Any) -> str | None:
     return None if is_right else f"{key}={value!r} must be {words}"
 
 
-def _check_section(tree: dict, path: str, errors: list[str]) -> None:
+def check_section(tree: dict, path: str, errors: list[str]) -> None:
     """Build the section's typed config, which checks the values that need no other section."""
     try:
         omega_conf_to_dataclass(get(tree, path), path=path)
@@ -296,7 +297,7 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     _check_common(tree, "ppo_trainer", errors)
     errors += check_presence(tree)
     for path in (ACTOR, ROLLOUT, MODEL, REF, "algorithm", *["critic"] * uses_critic(tree)):
-        _check_section(tree, path, errors)
+        check_section(tree, path, errors)
     if uses_critic(tree):
         _check_tables(tree, tables.ENGINE_REFUSED, "critic.megatron", errors)
         _check_tables(tree, tables.CRITIC_MODEL_REFUSED, "critic.model", errors)
@@ -371,7 +372,7 @@ def _check_ppo_files(tree: dict, errors: list[str]) -> None:
 def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> None:
     _check_common(tree, "sft_trainer_engine", errors)
     for path in ("model", "engine", "optim", "checkpoint"):
-        _check_section(tree, path, errors)
+        check_section(tree, path, errors)
     _check_tables(tree, tables.ENGINE_REFUSED, "engine", errors)
     _check_tables(tree, tables.MODEL_REFUSED, "model", errors)
     _check_tables(tree, tables.CHECKPOINT_REFUSED, "checkpoint", errors)

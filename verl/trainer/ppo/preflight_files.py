@@ -163,7 +163,9 @@ def check_num_rows(key: str, files: Iterable[DataFile], max_samples: int, batch_
     ]
 
 
-def check_data_sources(key: str, column: str, files: Iterable[DataFile]) -> list[str]:
+def check_data_sources(
+    key: str, column: str, files: Iterable[DataFile], key_of_own: str = "reward.custom_reward_function"
+) -> list[str]:
     """Whether there is a reward rule for every data source in the files."""
     from verl.utils.reward_score import is_known_data_source, known_data_sources, missing_package
 
@@ -173,7 +175,7 @@ def check_data_sources(key: str, column: str, files: Iterable[DataFile]) -> list
         return [f"{key}: column {column!r} must hold text, the name of each row's data source"]
     unknown = [
         f"{key}: there is no reward rule for {column}={source!r}; known are {', '.join(known_data_sources())}."
-        f"{did_you_mean(str(source), known_data_sources())} For your own rule set reward.custom_reward_function.path"
+        f"{did_you_mean(str(source), known_data_sources())} For your own rule set {key_of_own}.path"
         for source in sorted(sources, key=str)
         if not is_known_data_source(source)
     ]
@@ -184,9 +186,9 @@ def check_data_sources(key: str, column: str, files: Iterable[DataFile]) -> list
     ]
 
 
-def check_reward_file(path: str, name: str) -> list[str]:
+def check_reward_file(path: str, name: str, key: str = "reward.custom_reward_function") -> list[str]:
     """Whether the file of a custom reward function is there and defines it; the file is parsed, not run."""
-    key, file = "reward.custom_reward_function", Path(path).expanduser()
+    file = Path(path).expanduser()
     if not file.is_file():
         return [f"{key}.path={path} does not exist{_nearest_file(file)}"]
     try:

@@ -118,6 +118,7 @@ AT_LEAST_ONE = {
         "trainer.max_actor_ckpt_to_keep",
         "trainer.max_critic_ckpt_to_keep",
     ),
+    "generation": ("data.n_samples", "data.batch_size", "trainer.nnodes", "trainer.n_gpus_per_node"),
     "sft_trainer_engine": (
         "data.train_batch_size",
         "data.micro_batch_size_per_gpu",
@@ -140,6 +141,12 @@ ONE_OF = {
         "trainer.device": (None, *DEVICE_NAMES),
         "trainer.resume_mode": ("auto", "disable", "resume_path"),
     },
+    "generation": {
+        "rollout.name": ("hf",),
+        "data.truncation": ("error", "left", "right", "middle"),
+        "trainer.device": (None, *DEVICE_NAMES),
+    },
+    "evaluation": {},
     "sft_trainer_engine": {
         "data.truncation": ("error", "left", "right", "middle"),
         "trainer.device": (None, *DEVICE_NAMES),

@@ -135,7 +135,7 @@ class RewardManager(ABC):
         return {ids} if ids is None or isinstance(ids, int) else set(ids)
 
     def _result(self, i: int, call: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
-        """Outcome of row ``i`` as a dict with a finite float under `score`; `_failed` tells whether that is a stand-in."""
+        """Outcome of row ``i`` as a dict with a finite float under `score`; `_failed`: whether that is a stand-in."""
         if isinstance(outcome.error, UnscorableError):
             raise outcome.error
         reason: Any = self._describe_timeout() if outcome.timed_out else repr(outcome.error)

@@ -53,7 +53,7 @@ class BatchRewardManager(RewardManager):
         if values is None or len(values) != len(calls):
             returned = f"{len(values)} values" if values is not None else f"a {type(whole.value).__name__}"
             raise ValueError(
-                f"reward.reward_manager.name='batch': the score function returned {returned} for {len(calls)} responses; "
-                "it must return a list with one score for each"
+                f"reward.reward_manager.name='batch': the score function returned {returned} for {len(calls)} "
+                "responses; it must return a list with one score for each"
             )
         return [Outcome(value=value) for value in values]

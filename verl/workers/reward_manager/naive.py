@@ -4,11 +4,11 @@
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from verl.utils.scorer import Scorer
 from verl.utils.timed_process import Outcome
 from verl.workers.config.reward import read_reward_kwargs
 from verl.workers.reward_manager.base import RewardManager
 from verl.workers.reward_manager.registry import register
-from verl.workers.reward_manager.scoring import Scorer
 
 __all__ = ["NaiveRewardManager"]
 

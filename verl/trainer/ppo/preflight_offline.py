@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the configs of generation and evaluation before anything is started; see `preflight`."""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from verl.trainer.ppo import preflight_tables as tables
+from verl.trainer.ppo.preflight import check_section, read_config, refuse_all
+from verl.trainer.ppo.preflight_batch import get
+from verl.trainer.ppo.preflight_files import (
+    PROMPT_ROW,
+    check_data_sources,
+    check_model_folder,
+    check_reward_file,
+    open_data_files,
+)
+from verl.utils.config import is_of_type
+from verl.workers.config.names import check_name
+
+__all__ = ["validate_evaluation_config", "validate_generation_config"]
+
+
+def validate_generation_config(config: DictConfig) -> None:
+    """Check a ``generation`` config and its files.
+
+    Raises:
+        ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
+    """
+    errors: list[str] = []
+    tree, _, bad_keys = read_config(config, "generation", errors)
+    data = tree["data"]
+    if not bad_keys:
+        _check_words_and_counts(tree, errors)
+        for path in ("rollout", "model"):
+            check_section(tree, path, errors)
+        if data["n_samples"] != 1 and not get(tree, "rollout.do_sample"):
+            errors.append(
+                f"data.n_samples={data['n_samples']} equal responses would come of rollout.do_sample=False; set "
+                "data.n_samples=1, or rollout.do_sample=True"
+            )
+        _check_output(data["output_path"], ".parquet", errors)
+    if not any(key.startswith(("data", "model")) for key in bad_keys):
+        if not data["path"]:
+            errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")
+        open_data_files("data.path", data["path"], {data["prompt_key"]: PROMPT_ROW["prompt"]}, errors)
+        errors += check_model_folder("model", tree["model"])
+    refuse_all(errors)
+
+
+def validate_evaluation_config(config: DictConfig) -> None:
+    """Check an ``evaluation`` config and its files.
+
+    Raises:
+        ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
+    """
+    errors: list[str] = []
+    tree, _, bad_keys = read_config(config, "evaluation", errors)
+    refuse_all(errors if bad_keys else [])
+    data, custom = tree["data"], tree["custom_reward_function"]
+    check_section(tree, "scoring", errors)
+    needed = {
+        data["response_key"]: ["240", "042"],
+        data["data_source_key"]: PROMPT_ROW["data_source"],
+        data["reward_model_key"]: PROMPT_ROW["reward_model"],
+    }
+    if not data["path"]:
+        errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")
+    files = open_data_files("data.path", data["path"], needed, errors)
+    if custom["path"]:
+        errors += check_reward_file(custom["path"], custom["name"], key="custom_reward_function")
+    else:
+        errors += check_data_sources("data.path", data["data_source_key"], files, key_of_own="custom_reward_function")
+    if data["output_path"]:
+        _check_output(data["output_path"], ".json", errors)
+    refuse_all(errors)
+
+
+def _check_words_and_counts(tree: dict, errors: list[str]) -> None:
+    for key, known in tables.ONE_OF["generation"].items():
+        if get(tree, key) not in known:
+            try:
+                check_name(key, get(tree, key), [name for name in known if name is not None])
+            except ValueError as error:
+                errors.append(str(error))
+    for key in tables.AT_LEAST_ONE["generation"]:
+        value = get(tree, key)
+        if not is_of_type(value, int) or value < 1:
+            errors.append(f"{key}={value!r} must be a whole number of at least 1")
+
+
+def _check_output(path: str, suffix: str, errors: list[str]) -> None:
+    if Path(path).suffix != suffix:
+        errors.append(f"data.output_path={path} must end in {suffix}; use {Path(path).with_suffix(suffix)}")
