@@ -37,13 +37,21 @@ CASES = {
     "ep2": {"ep": 2, "z_loss": 0.1},
     "ep2 flag": {"ep": 2, "per_token_loss": True, "micro_batch_size": 1},
 }
+CASES_OF_FOUR = {
+    "tp2 cp2": {"tp": 2, "cp": 2, "z_loss": 0.1},
+    "tp2 pp2 flag": {"tp": 2, "pp": 2, "per_token_loss": True},
+    "pp2 vpp2": {"pp": 2, "vpp": 2, "model": "deep", "micro_batch_size": 1},
+    "pp2 cp2 distributed optimizer": {"pp": 2, "cp": 2, "dtype": "float32", "distributed_optimizer": True},
+    "ep2 cp2 flag, dynamic": {"ep": 2, "cp": 2, "per_token_loss": True, "token_budget": 12},
+    "dp4 overlapped": {"overlap_grad_reduce": True},
+}
 
 
-def cases() -> dict[str, tuple[str, Case]]:
+def as_cases(given: dict[str, dict[str, Any]]) -> dict[str, tuple[str, Case]]:
     """(model, case) by name."""
     return {
-        name: (given.get("model", "moe"), replace(VALUE, **{k: v for k, v in given.items() if k != "model"}))
-        for name, given in CASES.items()
+        name: (case.get("model", "moe"), replace(VALUE, **{k: v for k, v in case.items() if k != "model"}))
+        for name, case in given.items()
     }
 
 
@@ -112,10 +120,12 @@ def reference(path: str, case: Case) -> tuple[Gradients, float, list[torch.Tenso
     return gradients, float(total), rows
 
 
-def measure(rank: int, world: int, paths: dict[str, str]) -> dict[str, dict[str, Any]]:
+def measure(
+    rank: int, world: int, paths: dict[str, str], given: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
     known: dict[tuple, tuple] = {}
-    for name, (kind, case) in cases().items():
+    for name, (kind, case) in as_cases(given).items():
         key = (kind, case.dtype, case.loss_agg_mode, case.masked_rows, case.z_loss)
         if key not in known:
             known[key] = reference(paths[kind], case)
@@ -182,19 +192,31 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "moe": save_sharp_model(os.path.join(root, "moe")),
         "dense": _save_dense(os.path.join(root, "dense")),
         "tied": save_tied(os.path.join(root, "tied")),
+        "deep": save_sharp_model(os.path.join(root, "deep"), layers=4, hidden=16, moe_intermediate=12),
     }
 
 
 @pytest.mark.gloo
+@pytest.mark.timeout(300)
 def test_values_and_gradients_are_those_of_the_unsharded_model(paths: dict[str, str]) -> None:
-    by_rank = run_world(measure, 2, paths, timeout_s=300)
-    assert all(by_rank[1][name]["has values"] for name in CASES)  # the last pipeline stage saw every layout
+    check(run_world(measure, 2, paths, CASES, timeout_s=290), CASES)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_so_they_are_where_two_kinds_of_parallelism_meet(paths: dict[str, str]) -> None:
+    check(run_world(measure, 4, paths, CASES_OF_FOUR, timeout_s=290), CASES_OF_FOUR)
+
+
+def check(by_rank: list[dict[str, dict[str, Any]]], cases: dict[str, dict[str, Any]]) -> None:
+    assert all(by_rank[-1][name]["has values"] for name in cases)  # the last pipeline stage saw every layout
     for results in by_rank:
-        assert set(results) == set(CASES)
+        assert set(results) == set(cases)
         for name, r in results.items():
             line = f"{name}: " + ", ".join(f"{k} {v:.1e}" if isinstance(v, float) else str(v) for k, v in r.items())
             print(line)
-            limit = 1e-5 if CASES[name].get("dtype") == "float32" else 1e-13
+            limit = 1e-5 if cases[name].get("dtype") == "float32" else 1e-13
             assert max(r["whole"], r["worst"], r["loss"]) <= limit and r["values"] <= 10 * limit, line
             assert r["replicas"] == 0 and r["head"] > 1e-3 and 0 < r["clipped"] < 1, line
 
@@ -258,3 +280,53 @@ def test_the_head_is_the_same_on_all_ranks_and_goes_into_checkpoints_and_exports
 
 def columns(batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["input_ids"], batch["attention_mask"]
+
+
+def planted(rank: int, world: int, path: str) -> dict[str, Any]:
+    """Gradient errors of two faults under sequence parallelism, and the type of a bfloat16 model's values."""
+    from unittest import mock
+
+    case = replace(VALUE, tp=2)
+    expected, _, _ = reference(path, case)
+    results: dict[str, Any] = {}
+    for fault in ("head not marked", "gradients added up over tensor ranks"):
+        with engine(path, case) as built:
+            import megatron.core.tensor_parallel as tensor_parallel
+
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            if fault == "head not marked":
+                for parameter in built._head.parameters():
+                    parameter.sequence_parallel = False
+            else:
+                gather = _summing(gather)
+            data = rank_data(case, built)
+            with built.train_mode(), mock.patch.object(tensor_parallel, "gather_from_sequence_parallel_region", gather):
+                built.optimizer_zero_grad()
+                built.forward_backward_batch(data, critic_loss(case))
+                got = whole_gradients(built)
+            head = got["score.weight"] - expected["score.weight"]
+            results[fault] = (difference(got, expected)[0], float(head.norm() / expected["score.weight"].norm()))
+    case = replace(VALUE, cp=2, dtype="bfloat16")
+    with engine(path, case) as built:
+        data = rank_data(replace(case, dtype="float32"), built)
+        with built.train_mode():
+            norm = built.train_batch(data, critic_loss(case))["grad_norm"]
+        with built.eval_mode():
+            values = built.infer_batch(data)["model_output"]["values"]
+        results["bfloat16"] = (str(values.dtype), float(norm), bool(values.values().isfinite().all()))
+    return results
+
+
+def _summing(gather: Any) -> Any:
+    return lambda values, tensor_parallel_output_grad: gather(values, tensor_parallel_output_grad=True)
+
+
+@pytest.mark.gloo
+def test_planted_faults_are_seen_and_bfloat16_models_give_float32_values(paths: dict[str, str]) -> None:
+    for results in run_world(planted, 2, paths["moe"], timeout_s=120):
+        _, head = results["head not marked"]
+        assert head > 0.1
+        whole, head = results["gradients added up over tensor ranks"]
+        assert whole > 0.5 and head > 0.5
+        dtype, norm, finite = results["bfloat16"]
+        assert dtype == "torch.float32" and 0 < norm < 1e3 and finite
