@@ -238,10 +238,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """Log-probs of the responses under the actor: ``old_log_probs`` [B, R], and ``entropys`` if asked for."""
-        return _response_columns(
-            self.actor.infer_batch(data), data, {"log_probs": "old_log_probs", "entropy": "entropys"}
-        )
+        """Log-probs of the responses under the actor: ``old_log_probs`` [B, R], and, if asked for, ``entropys`` and
+        ``sum_pi_squared``."""
+        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
+        return _response_columns(self.actor.infer_batch(data), data, names)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from tests.utils_dist import run_world
 from verl.utils.megatron import tensor_parallel
-from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
+from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy, vocab_parallel_sum_pi_squared
 
 VOCAB, PADDED = 11, 14
 
@@ -62,6 +62,19 @@ def test_float32_sums_match_float64_to_rounding() -> None:
     assert max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)) < 2e-6
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sum_of_squared_probabilities(temperature: float) -> None:
+    logits, labels, _, _ = example(torch.float64)
+    logits[0, :VOCAB] = torch.arange(VOCAB) * 40.0  # one token holds all, and the label is another
+    log_probs = reference(logits, labels, temperature)[0]
+    got = vocab_parallel_sum_pi_squared(
+        logits.requires_grad_(), labels, log_probs, temperature=temperature, vocab_size=VOCAB
+    )
+    expected = (logits[:, :VOCAB] / temperature).softmax(-1).square().sum(-1)
+    assert not got.requires_grad
+    torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=0)
+
+
 def split_vocabulary(rank: int, world_size: int) -> tuple[float, float]:
     logits, labels, w_log_prob, w_entropy = example(torch.float64)
     whole = logits.clone().requires_grad_()
@@ -74,6 +87,10 @@ def split_vocabulary(rank: int, world_size: int) -> tuple[float, float]:
         leaf, labels, temperature=1.3, group=dist.group.WORLD, vocab_size=VOCAB, calculate_entropy=True
     )
     (got[0] * w_log_prob + got[1] * w_entropy).sum().backward()
+    settings = {"temperature": 1.3, "group": dist.group.WORLD, "vocab_size": VOCAB}
+    squares = vocab_parallel_sum_pi_squared(leaf.detach(), labels, got[0].detach(), **settings)
+    right = (logits[:, :VOCAB] / 1.3).softmax(-1).square().sum(-1)
+    got, expected = (*got, squares), (*expected, right)
     value_error = max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True))
     return value_error, (leaf.grad - whole.grad[:, own]).abs().max().item()
 

@@ -7,6 +7,7 @@ and actor (workers) -> weights to the rollout (workers). The batch lives here as
 they need as jagged TensorDicts.
 """
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader, Dataset
 
 import verl.utils.tensordict_utils as tu
-from verl.algos.advantage import get_adv_estimator_fn
+from verl.algos.advantage import AdvantageEstimator, get_adv_estimator_fn
 from verl.algos.kl import get_kl_controller, kl_in_reward
 from verl.protocol import DataProto
 from verl.single_controller.ray import (
@@ -39,6 +40,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     worker_report,
 )
+from verl.trainer.ppo.off_policy import correct_batch, greedy_scores, rollout_correction_of, rollout_log_probs
 from verl.trainer.ppo.reward import compute_reward, reward_metrics
 from verl.trainer.ppo.utils import Role, actor_dp_size, need_critic, need_reference_policy
 from verl.trainer.ppo.validation import generate, validate, write_generations
@@ -46,6 +48,12 @@ from verl.utils.checkpoint_folder import CheckpointFolder
 from verl.utils.progress import TrainingProgress
 from verl.utils.resumable_loader import ResumableLoader, check_warmup, resolve_total_steps
 from verl.utils.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+_ESTIMATOR_COLUMNS = ("old_log_probs", "values", "reward_baselines", "sum_pi_squared", "rollout_is_weights")
+_NEED_SUM_PI_SQUARED = (AdvantageEstimator.OPTIMAL_TOKEN_BASELINE, AdvantageEstimator.TIR_OPTIMAL_TOKEN_BASELINE)
+_UPDATE_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights")
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 
@@ -77,14 +85,15 @@ def compute_advantage(data: DataProto, adv_estimator: str, config: Any = None) -
     """Write advantages and returns, [B, R], with the registered estimator.
 
     The estimator gets token_level_rewards, response_mask, config (the ``algorithm`` section), index (the uid of each
-    row) and the per-token columns that the batch happens to hold.
+    row), non_tensor_batch and those of the columns in `_ESTIMATOR_COLUMNS` that the batch holds.
     """
-    columns = {key: data.batch[key] for key in ("old_log_probs", "values") if key in data.batch.keys()}
+    columns = {key: data.batch[key] for key in _ESTIMATOR_COLUMNS if key in data.batch.keys()}
     advantages, returns = get_adv_estimator_fn(adv_estimator)(
         token_level_rewards=data.batch["token_level_rewards"],
         response_mask=data.batch["response_mask"],
         index=data.non_tensor_batch["uid"],
         config=config,
+        non_tensor_batch=data.non_tensor_batch,
         **columns,
     )
     data.batch["advantages"] = advantages
@@ -137,6 +146,7 @@ class RayPPOTrainer:
         self.collate_fn = collate_fn
         self.use_reference_policy = need_reference_policy(config)
         self.use_critic = need_critic(config)
+        self.rollout_correction = rollout_correction_of(config)
         algorithm = config.algorithm
         self.kl_ctrl_in_reward = get_kl_controller(algorithm.kl_ctrl) if algorithm.use_kl_in_reward else None
         self.checkpoints = CheckpointFolder(config.trainer.default_local_dir, config.trainer.max_actor_ckpt_to_keep)
@@ -275,6 +285,7 @@ class RayPPOTrainer:
             rows: collated prompts, `data.train_batch_size` of them (under dynamic sampling `data.gen_batch_size`).
             timer: gets the phases gen, reward, old_log_prob, ref, values, adv, update_critic, update_actor,
                 update_weights, as far as there are such.
+            more: further prompts, of which dynamic sampling draws.
 
         Returns:
             (the finished batch of train_batch_size * n rows, metrics of the updates).
@@ -289,6 +300,10 @@ class RayPPOTrainer:
         batch = self._arrange(batch, metrics)
         data = model_batch(batch)
         metrics |= self._old_log_probs(batch, data, timer)
+        is_masked_anew, gap_metrics = correct_batch(batch, self.rollout_correction)
+        metrics |= gap_metrics
+        if is_masked_anew:
+            data = model_batch(batch)
         if self.use_reference_policy:
             self._ref_log_probs(batch, data, timer)
         critic = self.config.critic
@@ -296,6 +311,10 @@ class RayPPOTrainer:
             compute_values(self.critic_wg, critic, batch, data, timer)
         with timer.phase("adv"):
             metrics |= self._advantages(batch)
+        if not batch.batch["response_mask"].any():
+            # An optimiser step without a gradient would still decay weights and follow its momentum.
+            logger.warning("step %d: no token is left to train on; nothing is updated", self.global_steps + 1)
+            return batch, metrics | {"training/skipped_update": 1.0}
         if self.use_critic:
             metrics |= update_critic(self.critic_wg, critic, batch, data, self.critic_mini_batch_rows, timer)
         if self.global_steps < self.config.trainer.critic_warmup:
@@ -317,7 +336,13 @@ class RayPPOTrainer:
         batch = self._rollout(rows, timer, prefix)
         with timer.phase("reward"):
             self._score(batch)
-        return batch, reward_metrics(self.reward_fn)
+        metrics = reward_metrics(self.reward_fn)
+        if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
+            with timer.phase("gen_max"):
+                n = self.config.actor_rollout_ref.rollout.n
+                baselines = greedy_scores(self.actor_rollout_wg, rows, n, self.reward_fn, self._rollout_meta())
+            batch.batch["reward_baselines"] = baselines
+        return batch, metrics
 
     def _rollout(self, rows: dict, timer: PhaseTimer, uid_prefix: str) -> DataProto:
         batch = prompt_batch(rows, self.config.actor_rollout_ref.rollout.n, uid_prefix=uid_prefix)
@@ -365,9 +390,17 @@ class RayPPOTrainer:
         return output
 
     def _old_log_probs(self, batch: DataProto, data: TensorDict, timer: PhaseTimer) -> dict[str, float]:
+        if self.rollout_correction.bypass_mode:
+            batch.batch["old_log_probs"] = rollout_log_probs(batch)
+            return {}
         section = self.config.actor_rollout_ref.rollout
+        actor, estimator = self.config.actor_rollout_ref.actor, self.config.algorithm.adv_estimator
+        needs_squares = actor.get("calculate_sum_pi_squared") or estimator in _NEED_SUM_PI_SQUARED
+        tu.assign_non_tensor(data, calculate_sum_pi_squared=bool(needs_squares))
         output = self._infer(self.actor_rollout_wg.compute_log_prob, data, section, timer, calculate_entropy=True)
-        batch.batch["old_log_probs"] = output["old_log_probs"]
+        tu.assign_non_tensor(data, calculate_sum_pi_squared=False)
+        for key in ("old_log_probs", *["sum_pi_squared"] * bool(needs_squares)):
+            batch.batch[key] = output[key]
         mask = batch.batch["response_mask"].bool()
         return {"actor/entropy": output["entropys"][mask].mean().item()}
 
@@ -387,13 +420,13 @@ class RayPPOTrainer:
 
     def _update_actor(self, batch: DataProto, data: TensorDict, timer: PhaseTimer) -> dict[str, float]:
         actor = self.config.actor_rollout_ref.actor
-        for key in ("old_log_probs", "advantages", "ref_log_prob"):
+        for key in _UPDATE_COLUMNS:
             if key in batch.batch.keys():
                 data[key] = batch.batch[key]
         tu.assign_non_tensor(
             data,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
-            calculate_entropy=actor.entropy_coeff != 0,
+            calculate_entropy=bool(actor.get("calculate_entropy")) or actor.entropy_coeff != 0,
             use_dynamic_bsz=actor.use_dynamic_bsz,
             max_token_len_per_gpu=actor.ppo_max_token_len_per_gpu,
             micro_batch_size_per_gpu=actor.ppo_micro_batch_size_per_gpu,

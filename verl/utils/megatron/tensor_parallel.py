@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["vocab_parallel_entropy", "vocab_parallel_log_probs", "vocab_parallel_log_probs_and_entropy"]
+__all__ = [
+    "vocab_parallel_entropy",
+    "vocab_parallel_log_probs",
+    "vocab_parallel_log_probs_and_entropy",
+    "vocab_parallel_sum_pi_squared",
+]
 
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB of float32 per temporary
 
@@ -125,6 +130,25 @@ def vocab_parallel_log_probs_and_entropy(
 def vocab_parallel_log_probs(logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """The first value of :func:`vocab_parallel_log_probs_and_entropy`."""
     return vocab_parallel_log_probs_and_entropy(logits, labels, **kwargs)[0]
+
+
+def vocab_parallel_sum_pi_squared(
+    logits: torch.Tensor, labels: torch.Tensor, log_probs: torch.Tensor, *, temperature: float = 1.0, **kwargs: Any
+) -> torch.Tensor:
+    """Sum over the vocabulary of the squared probabilities, [t], without a graph.
+
+    For any token, squaring its probability is what halving the temperature does, up to the norm: the norm is
+    pi^2 / (the probability at half the temperature). So this is one more pass for log-probs.
+
+    Args:
+        logits: [t, vocab / tp].
+        labels: [t], any tokens, whose ``log_probs`` [t] at ``temperature`` are known.
+        temperature: of the distribution whose probabilities are squared.
+        **kwargs: ``group`` and ``vocab_size`` as in the combined function.
+    """
+    with torch.no_grad():
+        squared = vocab_parallel_log_probs(logits, labels, temperature=temperature / 2, **kwargs)
+        return (2 * log_probs - squared).exp()
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -71,6 +71,7 @@ class ActorConfig(BaseConfig):
     loss_scale_factor: int | None = None
     entropy_coeff: float = 0.0
     calculate_entropy: bool = False
+    calculate_sum_pi_squared: bool = False
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: str = "low_var_kl"

@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import DEVICE_NAMES, get_device_id, get_device_name
 from verl.utils.megatron import cpu_backend, offload
 from verl.utils.megatron.optimizer import build_lr_scheduler, build_optimizer
-from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy
+from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy, vocab_parallel_sum_pi_squared
 from verl.utils.metric import Metric, all_reduce_metrics, merge_metrics
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFunction
 from verl.workers.engine.megatron.loss_scale import (
@@ -524,29 +524,41 @@ class MegatronEngineWithLMHead(MegatronEngine):
     def prepare_model_outputs(
         self, logits: torch.Tensor, data: TensorDict, inputs: dict[str, Any], forward_only: bool
     ) -> dict[str, torch.Tensor]:
-        """Log-probs and entropies of whole sequences, jagged [B, j] like ``input_ids``.
+        """Log-probs, and entropies and sums of squared probabilities if asked for, jagged [B, j] like ``input_ids``.
 
         Every context-parallel rank gets the whole sequences. Gradients flow into its own part only: the loss is
         computed alike on all of them, so that the sum of their gradients is that of one loss, for sequence losses too.
         """
         from megatron.core import parallel_state as mpu
 
-        log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-            logits.flatten(0, 1),
-            inputs["labels"],
-            temperature=tu.get_non_tensor_data(data, "temperature", 1.0),
-            group=mpu.get_tensor_model_parallel_group(),
-            vocab_size=self.vocab_size,
+        logits, labels = logits.flatten(0, 1), inputs["labels"]
+        settings = {
+            "temperature": tu.get_non_tensor_data(data, "temperature", 1.0),
+            "group": mpu.get_tensor_model_parallel_group(),
+            "vocab_size": self.vocab_size,
+        }
+        columns = {}
+        columns["log_probs"], entropy = vocab_parallel_log_probs_and_entropy(
+            logits,
+            labels,
             calculate_entropy=tu.get_non_tensor_data(data, "calculate_entropy", False),
             overwrite_logits=not forward_only,
+            **settings,
         )
-        columns = [log_probs] if entropy is None else [log_probs, entropy]
-        gathered = _gather_with_own_gradient(torch.stack(columns, dim=1), mpu.get_context_parallel_group())
+        if entropy is not None:
+            columns["entropy"] = entropy
+        if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False):
+            columns["sum_pi_squared"] = vocab_parallel_sum_pi_squared(
+                logits, labels, columns["log_probs"].detach(), **settings
+            )
+        gathered = _gather_with_own_gradient(
+            torch.stack(list(columns.values()), dim=1), mpu.get_context_parallel_group()
+        )
         offsets = data["input_ids"].offsets()
         values = inputs["layout"].unpack(gathered)
-        names = ["log_probs", "entropy"][: len(columns)]
         return {
-            name: torch.nested.nested_tensor_from_jagged(values[:, i], offsets=offsets) for i, name in enumerate(names)
+            name: torch.nested.nested_tensor_from_jagged(values[:, i], offsets=offsets)
+            for i, name in enumerate(columns)
         }
 
     def postprocess_micro_batch_func(
