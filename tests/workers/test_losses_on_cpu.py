@@ -11,7 +11,8 @@ from verl.algos.aggregation import LOSS_AGG_MODES
 from verl.utils import tensordict_utils as tu
 from verl.utils.jagged import make_jagged, nested_tensor_from_tensor_list
 from verl.utils.metric import merge_metrics
-from verl.workers.config import McoreActorConfig, PolicyLossConfig
+from verl.workers.config import McoreActorConfig, PolicyLossConfig, RolloutCorrectionConfig
+from verl.workers.config.names import POLICY_LOSSES
 from verl.workers.utils.losses import loss_token_count, ppo_loss, sft_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
@@ -131,6 +132,19 @@ def test_ppo_loss_does_not_depend_on_the_split(mode, dp_size, num_micro_batches)
         "actor/kl_coef",
     }
     assert_same_step(step(loss_fn, rl_batch(), dp_size, num_micro_batches), whole)
+
+
+# clip_cov and kl_cov choose their tokens inside a micro-batch: tests/algos/test_policy_losses_on_cpu.py.
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name not in ("clip_cov", "kl_cov")])
+@pytest.mark.parametrize("dp_size, num_micro_batches", [(1, 2), (1, 4), (2, 1), (2, 2)])
+def test_every_policy_loss_is_cut_without_a_trace(name, dp_size, num_micro_batches):
+    rules = RolloutCorrectionConfig(rollout_rs="seq_mean_k1", rollout_rs_threshold=1.5, bypass_mode=True)
+    policy_loss = PolicyLossConfig(loss_mode=name, dro_beta=0.2, rollout_correction=rules)
+    loss_fn = functools.partial(ppo_loss, config=actor(policy_loss=policy_loss))
+    weights = random(ROWS, RESPONSE, seed=8).sigmoid()
+    whole = step(loss_fn, rl_batch(rollout_is_weights=weights))
+    assert whole[1].abs().sum() > 0
+    assert_same_step(step(loss_fn, rl_batch(rollout_is_weights=weights), dp_size, num_micro_batches), whole)
 
 
 @pytest.mark.parametrize("dp_size, num_micro_batches", [(1, 2), (1, 4), (2, 1), (2, 2), (4, 2)])
