@@ -2,8 +2,13 @@
 import pytest
 import torch
 
+import verl.utils.tensordict_utils as tu
 from tests.trainer.ppo.fakes import Prompts, collate
-from verl.trainer.ppo.batching import dp_row_order, prompt_batch, token_imbalance
+from verl.protocol import DataProto
+from verl.trainer.ppo.batching import dp_row_order, model_batch, prompt_batch, token_imbalance
+from verl.utils.jagged import make_jagged
+from verl.workers.engine.utils import restore_order, split_micro_batches
+from verl.workers.utils.padding import no_padding_2_padding
 
 
 def test_samples_of_a_prompt_are_neighbours_with_one_uid():
@@ -30,3 +35,35 @@ def test_balancing_evens_out_the_tokens():
     even = token_imbalance(lengths, dp_row_order(lengths, 2, 8, balance=True), 2)
     assert uneven == {"global_seqlen/balanced_max": 400, "global_seqlen/balanced_min": 4, "global_seqlen/mean": 202}
     assert even["global_seqlen/balanced_max"] == even["global_seqlen/balanced_min"] == 202
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_every_per_token_output_is_back_in_its_place_after_balancing_and_micro_batches(dp_size):
+    # Every token's id is its own; the "model" predicts at each position the id of the next token.
+    rows, prompt_width, width, budget = 16, 5, 9, 30
+    generator = torch.Generator().manual_seed(1)
+    prompt_lengths = torch.randint(1, prompt_width + 1, (rows, 1), generator=generator)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    response_mask = (torch.arange(width) < lengths).long()
+    attention = torch.cat([(torch.arange(prompt_width) >= prompt_width - prompt_lengths).long(), response_mask], dim=1)
+    ids = (1 + torch.arange(rows * (prompt_width + width)).reshape(rows, -1)) * attention
+    batch = DataProto.from_dict(
+        {
+            "prompts": ids[:, :prompt_width],
+            "responses": ids[:, prompt_width:],
+            "input_ids": ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+        }
+    )
+    batch.reorder(dp_row_order(attention.sum(-1).tolist(), dp_size, 8, balance=True))
+    data = tu.assign_non_tensor(model_batch(batch), use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+    outputs = []
+    for piece in tu.chunk_tensordict(data, dp_size):
+        parts, indices = split_micro_batches(piece, None)
+        assert all(part["input_ids"].values().numel() <= budget for part in parts)
+        assert len(parts) > 1
+        predicted = [make_jagged(ids.values().roll(-1), ids.offsets()) for ids in (part["input_ids"] for part in parts)]
+        outputs.append(no_padding_2_padding(restore_order(predicted, indices), piece))
+    assert torch.equal(torch.cat(outputs), batch.batch["responses"])

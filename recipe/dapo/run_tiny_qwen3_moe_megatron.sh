@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# DAPO (arXiv 2503.14476) on two CPU cores: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
+#
+#   bash scripts/quickstart.sh                               once: makes the data and the model that is trained here
+#   bash recipe/dapo/run_tiny_qwen3_moe_megatron.sh          40 steps, about two minutes; more key=value may follow
+#
+# MODEL, DATA and OUT name another Hugging Face folder, another folder with train.parquet and test.parquet, and the
+# folder for checkpoints.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python="${PYTHON:-python3}"
+[ -x .venv/bin/python ] && python="${PYTHON:-.venv/bin/python}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+DATA="${DATA:-outputs/quickstart/data}"
+OUT="${OUT:-outputs/dapo}"
+MODEL="${MODEL:-$(ls -d outputs/quickstart/sft/global_step_*/huggingface 2>/dev/null | tail -n 1 || true)}"
+if [[ -z "$MODEL" || ! -f "$DATA/train.parquet" ]]; then
+    echo "dapo: run scripts/quickstart.sh first, or set MODEL and DATA" >&2
+    exit 2
+fi
+
+exec "$python" -m verl.trainer.main_ppo \
+    model_engine=megatron \
+    algorithm.adv_estimator=grpo \
+    algorithm.filter_groups.enable=True \
+    algorithm.filter_groups.metric=acc \
+    algorithm.filter_groups.max_num_gen_batches=10 \
+    data.train_files="$DATA/train.parquet" \
+    data.val_files="$DATA/test.parquet" \
+    data.train_batch_size=16 \
+    data.gen_batch_size=24 \
+    data.max_prompt_length=8 \
+    data.max_response_length=8 \
+    data.dataloader_num_workers=0 \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.actor.megatron.context_parallel_size=2 \
+    actor_rollout_ref.actor.megatron.dtype=float32 \
+    actor_rollout_ref.actor.clip_ratio_low=0.2 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.loss_agg_mode=token-mean \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
+    actor_rollout_ref.actor.optim.lr=4e-4 \
+    actor_rollout_ref.actor.optim.weight_decay=0.0 \
+    actor_rollout_ref.rollout.name=hf \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.dtype=float32 \
+    reward.reward_manager.name=dapo \
+    +reward.reward_kwargs.max_resp_len=8 \
+    +reward.reward_kwargs.overlong_buffer_cfg.enable=True \
+    +reward.reward_kwargs.overlong_buffer_cfg.len=2 \
+    +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 \
+    +reward.reward_kwargs.overlong_buffer_cfg.log=True \
+    trainer.n_gpus_per_node=2 \
+    trainer.total_training_steps=40 \
+    trainer.total_epochs=1 \
+    trainer.test_freq=20 \
+    trainer.logger='[file]' \
+    trainer.project_name=dapo \
+    trainer.experiment_name=tiny \
+    trainer.resume_mode=disable \
+    trainer.default_local_dir="$OUT" \
+    "$@"
