@@ -46,6 +46,7 @@ from verl.algos.policy_loss import (
     get_policy_loss_fn,
     register_policy_loss,
 )
+from verl.algos.value_loss import compute_value_loss
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -80,6 +81,7 @@ __all__ = [
     "compute_rloo_outcome_advantage",
     "compute_rloo_vectorized_outcome_advantage",
     "compute_tir_optimal_token_baseline_advantage",
+    "compute_value_loss",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",
