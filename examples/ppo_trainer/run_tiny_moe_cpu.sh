@@ -5,7 +5,7 @@
 # or name a folder like the one it writes. Further arguments go to the trainer.
 #
 # From the quickstart's model of seed 1, 150 steps took the share of right held-out answers from 0.363 to 0.978
-# (0.82 after 50 steps, 0.95 after 100). A step of 256 answers took 0.8 s where little else ran, values and the critic's
+# (0.82 after 50 steps, 0.95 after 100). A step of 256 answers took 1.0 s on two busy cores, values and the critic's
 # update 0.4 s of it.
 #
 #   bash examples/ppo_trainer/run_tiny_moe_cpu.sh [key=value ...]
