@@ -411,3 +411,12 @@ def test_the_known_names_are_those_of_the_code() -> None:
         assert callable(get_adv_estimator_fn(name))
     for name in names.POLICY_LOSSES:
         assert callable(get_policy_loss_fn(name))
+
+
+def test_a_data_source_whose_package_is_missing_is_named(right_ppo: DictConfig, files: Files, monkeypatch) -> None:
+    from verl.utils.reward_score import math_verify
+
+    path = write_rows(files.root / "math.parquet", [PROMPT | {"data_source": "lighteval/MATH"}] * 16)
+    assert _problems(right_ppo, {"data.train_files": str(path)}) == []
+    monkeypatch.setattr(math_verify, "is_installed", lambda: False)
+    _only(_problems(right_ppo, {"data.train_files": str(path)}), "lighteval/MATH", "pip install math-verify")

@@ -25,7 +25,7 @@ from verl.workers.reward_manager.dapo import overlong_penalty
 
 
 def slow(solution_str, **_):
-    time.sleep(0.2 if solution_str == "1" else 30)
+    time.sleep(0.1 if solution_str == "1" else 30)
     return 1.0
 
 
@@ -47,14 +47,14 @@ def test_the_four_managers_are_found_by_name_and_an_unknown_one_names_them():
 
 @pytest.mark.parametrize("cls", [NaiveRewardManager, DAPORewardManager])
 def test_a_slow_score_costs_its_row_and_is_logged_with_limit_and_row(caplog, cls):
-    manager = cls(TOKENIZER, compute_score=slow, timeout=0.5)
+    manager = cls(TOKENIZER, compute_score=slow, timeout=1.5)
     start = time.monotonic()
     with caplog.at_level(logging.WARNING):
         reward = manager(make_batch(["1", "2", "1", "2"]))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 25
     assert reward[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert reward_metrics(manager) == {"reward/num_failures": 0.0, "reward/num_timeouts": 2.0}
-    assert "row 1" in caplog.text and "row 3" in caplog.text and "reward.reward_kwargs.timeout=0.5" in caplog.text
+    assert "row 1" in caplog.text and "row 3" in caplog.text and "reward.reward_kwargs.timeout=1.5" in caplog.text
 
 
 def test_a_time_limit_is_there_without_being_asked_for_and_null_takes_it_away():
@@ -96,11 +96,11 @@ def test_processes_keep_order_and_extra_values_and_a_failure_costs_its_row(prime
 
 
 def test_a_process_that_computes_for_ever_is_killed():
-    manager = PrimeRewardManager(TOKENIZER, compute_score=busy, timeout=1.0, num_workers=1)
+    manager = PrimeRewardManager(TOKENIZER, compute_score=busy, timeout=3.0, num_workers=1)
     assert manager(make_batch(["1"])).sum() == 1.0
     start = time.monotonic()
     assert manager(make_batch(["1", "+", "2"]))[:, 0].tolist() == [1.0, 0.0, 2.0]
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 25
     assert manager.metrics["reward/num_timeouts"] == 1.0
     manager.scorer.close()
 
@@ -149,6 +149,7 @@ def test_dapo_adds_the_penalty_to_the_score_and_keeps_the_score():
     assert extra["score"] == extra["acc"] == [1.0, 1.0, 1.0]
     assert extra["overlong_reward"] == [0.0, -0.25, -0.5]
     assert extra["overlong"] == [False, True, True]
+    assert manager.metrics["reward/num_overlong"] == 2.0
 
 
 def test_dapo_mixes_numbers_and_dicts_and_keeps_their_own_acc():

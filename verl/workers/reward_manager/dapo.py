@@ -22,7 +22,7 @@ class DAPORewardManager(NaiveRewardManager):
 
     The extra values of a row hold `score` as the score function gave it and `acc` (the same, unless the function
     reports its own), the usual metric of dynamic sampling; with `overlong_buffer_cfg.log` also `overlong_reward` (the
-    penalty, at most 0) and `overlong` (whether there is one).
+    penalty, at most 0) and `overlong` (whether there is one), and `metrics` counts the overlong rows.
 
     Args:
         **reward_kwargs: as `NaiveRewardManager`, and `max_resp_len`, `overlong_buffer_cfg`; see `DapoScoringConfig`.
@@ -41,4 +41,6 @@ class DAPORewardManager(NaiveRewardManager):
                 if buffer.log:
                     result |= {"overlong_reward": penalty, "overlong": penalty < 0}
             scores.append(result["score"] + penalty)
+        if buffer is not None and buffer.enable and buffer.log:
+            self.metrics["reward/num_overlong"] = float(sum(result["overlong"] for result in results))
         return scores
