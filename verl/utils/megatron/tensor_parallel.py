@@ -16,6 +16,7 @@ __all__ = [
     "vocab_parallel_log_probs",
     "vocab_parallel_log_probs_and_entropy",
     "vocab_parallel_sum_pi_squared",
+    "vocab_parallel_token_columns",
 ]
 
 _CHUNK_ELEMENTS = 1 << 22  # 16 MiB of float32 per temporary
@@ -149,6 +150,28 @@ def vocab_parallel_sum_pi_squared(
     with torch.no_grad():
         squared = vocab_parallel_log_probs(logits, labels, temperature=temperature / 2, **kwargs)
         return (2 * log_probs - squared).exp()
+
+
+def vocab_parallel_token_columns(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    calculate_entropy: bool = False,
+    calculate_sum_pi_squared: bool = False,
+    overwrite_logits: bool = False,
+    **settings: Any,
+) -> dict[str, torch.Tensor]:
+    """``log_probs`` and, if asked for, ``entropy`` and ``sum_pi_squared`` (without a graph), [t] each.
+
+    The other arguments are those of `vocab_parallel_log_probs_and_entropy`.
+    """
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(
+        logits, labels, calculate_entropy=calculate_entropy, overwrite_logits=overwrite_logits, **settings
+    )
+    columns = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+    if calculate_sum_pi_squared:
+        columns["sum_pi_squared"] = vocab_parallel_sum_pi_squared(logits, labels, log_probs.detach(), **settings)
+    return columns
 
 
 def vocab_parallel_entropy(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:

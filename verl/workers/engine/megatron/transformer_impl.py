@@ -22,7 +22,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import DEVICE_NAMES, get_device_id, get_device_name
 from verl.utils.megatron import cpu_backend, offload
 from verl.utils.megatron.optimizer import build_lr_scheduler, build_optimizer
-from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_and_entropy, vocab_parallel_sum_pi_squared
+from verl.utils.megatron.tensor_parallel import vocab_parallel_token_columns
 from verl.utils.metric import Metric, all_reduce_metrics, merge_metrics
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFunction
 from verl.workers.engine.megatron.loss_scale import (
@@ -531,35 +531,22 @@ class MegatronEngineWithLMHead(MegatronEngine):
         """
         from megatron.core import parallel_state as mpu
 
-        logits, labels = logits.flatten(0, 1), inputs["labels"]
-        settings = {
-            "temperature": tu.get_non_tensor_data(data, "temperature", 1.0),
-            "group": mpu.get_tensor_model_parallel_group(),
-            "vocab_size": self.vocab_size,
-        }
-        columns = {}
-        columns["log_probs"], entropy = vocab_parallel_log_probs_and_entropy(
-            logits,
-            labels,
+        columns = vocab_parallel_token_columns(
+            logits.flatten(0, 1),
+            inputs["labels"],
+            temperature=tu.get_non_tensor_data(data, "temperature", 1.0),
+            group=mpu.get_tensor_model_parallel_group(),
+            vocab_size=self.vocab_size,
             calculate_entropy=tu.get_non_tensor_data(data, "calculate_entropy", False),
+            calculate_sum_pi_squared=tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False),
             overwrite_logits=not forward_only,
-            **settings,
         )
-        if entropy is not None:
-            columns["entropy"] = entropy
-        if tu.get_non_tensor_data(data, "calculate_sum_pi_squared", False):
-            columns["sum_pi_squared"] = vocab_parallel_sum_pi_squared(
-                logits, labels, columns["log_probs"].detach(), **settings
-            )
-        gathered = _gather_with_own_gradient(
-            torch.stack(list(columns.values()), dim=1), mpu.get_context_parallel_group()
-        )
+        stacked = torch.stack(list(columns.values()), dim=1)
+        gathered = _gather_with_own_gradient(stacked, mpu.get_context_parallel_group())
         offsets = data["input_ids"].offsets()
-        values = inputs["layout"].unpack(gathered)
-        return {
-            name: torch.nested.nested_tensor_from_jagged(values[:, i], offsets=offsets)
-            for i, name in enumerate(columns)
-        }
+        values = inputs["layout"].unpack(gathered).unbind(1)
+        jagged = [torch.nested.nested_tensor_from_jagged(column, offsets=offsets) for column in values]
+        return dict(zip(columns, jagged, strict=True))
 
     def postprocess_micro_batch_func(
         self,
