@@ -127,7 +127,7 @@ def planted_faults(accelerators: bool, timeout_s: int) -> str:
         outcomes, _ = run_world(try_faults, 4, save_models(place), timeout_s=timeout_s, on_accelerators=accelerators)[0]
     return (
         "\n## Faults that the comparison sees\n\n"
-        "Each was put into the code alone, on one check; the error is relative.\n\n"
+        "Each was put into the code alone, on one check. The error is that of the whole gradient, else the largest.\n\n"
         f"{report.fault_table(outcomes)}\n"
     )
 

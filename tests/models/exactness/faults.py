@@ -328,7 +328,10 @@ FAULTS = [
 
 @dataclass
 class Outcome:
-    """What the comparison said about a fault: the names of the comparisons that failed, and the largest error."""
+    """What the comparison said about a fault: the comparisons that failed, and the error.
+
+    The error is that of the whole gradient where it is wrong, else the largest one.
+    """
 
     name: str
     error: float
@@ -348,7 +351,8 @@ def try_faults(rank: int, world: int, paths: dict[str, str]) -> tuple[list[Outco
                 built = stack.enter_context(engine_of(paths, check))
                 result = measure(built, check, known[check.reference_key])
             found = errors_beyond_limits(result)
-            error = max((pair[0] for pair in found.values()), default=result.whole)
+            seen = "whole gradient" in found or not found
+            error = result.whole if seen else max(pair[0] for pair in found.values())
             outcomes.append(Outcome(fault.name, error, list(found)))
         except AssertionError as exception:
             if not fault.crashes:

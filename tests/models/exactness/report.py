@@ -58,7 +58,7 @@ def limits() -> str:
 
 def fault_table(outcomes: list[Any]) -> str:
     """One line per planted fault."""
-    lines = ["| fault | largest error | caught by |", "|---|---|---|"]
+    lines = ["| fault | error | caught by |", "|---|---|---|"]
     for outcome in outcomes:
         size = "stops" if outcome.error == float("inf") and outcome.crashed else f"{outcome.error:.1e}"
         lines.append(f"| {outcome.name} | {size} | {', '.join(outcome.caught_by) or 'nothing'} |")
