@@ -342,6 +342,25 @@ def test_covariance_losses_choose_inside_the_micro_batch():
     assert (held(1), held(2)) == (1, 2)
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(
+    "advantage, new, is_kept", [(1, 0.1, True), (1, 0.99, False), (-1, 0.1, False), (-1, 0.99, True)]
+)
+def test_dppo_drops_what_went_far_the_way_its_advantage_pushes(name, advantage, new, is_kept):
+    # From 0.5 to 0.1 or 0.99: both are outside of every bound.
+    log_prob = torch.tensor([[math.log(new)]], requires_grad=True)
+    loss, metrics = get_policy_loss_fn(name)(
+        old_log_prob=torch.tensor([[math.log(0.5)]]),
+        log_prob=log_prob,
+        advantages=torch.tensor([[float(advantage)]]),
+        response_mask=torch.ones(1, 1),
+        config=actor(name),
+    )
+    loss.backward()
+    assert log_prob.grad.item() == pytest.approx(-advantage * new / 0.5 if is_kept else 0.0)
+    assert metrics["actor/pg_clipfrac"].value == 1 - is_kept
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", None])
 def test_bypass_mode_reinforce_equals_the_formula(level):
     rules = RolloutCorrectionConfig(
