@@ -45,7 +45,11 @@ exec "$python" -m verl.trainer.main_ppo \
     actor_rollout_ref.actor.use_dynamic_bsz=True \
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
     actor_rollout_ref.actor.optim.lr=4e-4 \
+    actor_rollout_ref.actor.optim.betas='[0.9,0.99]' \
     actor_rollout_ref.actor.optim.weight_decay=0.0 \
+    actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
+    actor_rollout_ref.actor.optim.lr_decay_style=linear \
+    actor_rollout_ref.actor.optim.min_lr=4e-5 \
     actor_rollout_ref.rollout.name=hf \
     actor_rollout_ref.rollout.n=8 \
     actor_rollout_ref.rollout.dtype=float32 \

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from tests.trainer.test_wrong_commands import ROOT, check, run
+from verl.protocol import DataProto
 from verl.trainer import main_eval, main_generation
 from verl.utils.config import compose_config
 from verl.utils.tiny_model import save_tiny_qwen3_moe
@@ -18,7 +20,7 @@ from verl.utils.tiny_model import save_tiny_qwen3_moe
 def row(i: int, source: str = "arithmetic", truth: str = "240") -> dict:
     return {
         "data_source": source,
-        "prompt": [{"role": "user", "content": f"{17 + i}+25="}],
+        "prompt": [{"role": "user", "content": f"{17 + i}+2{i}="}],
         "reward_model": {"style": "rule", "ground_truth": truth},
         "extra_info": {"index": i},
     }
@@ -78,6 +80,29 @@ def test_every_row_gets_its_responses_and_keeps_its_columns(files):
         main_generation.prepare(compose_config("generation", generation(files, *greedy, f"data.batch_size={size}")))()
         answers.append([list(texts) for texts in pd.read_parquet(files / "out.parquet")["responses"]])
     assert answers[0] == answers[1]
+
+
+class Parrot:
+    """A worker group that answers with the last four tokens of the prompt."""
+
+    world_size = 2
+
+    def generate_sequences(self, prompts):
+        ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        return DataProto.from_dict(
+            {
+                "prompts": ids,
+                "responses": ids[:, -4:],
+                "attention_mask": torch.cat([mask, torch.ones_like(ids[:, -4:])], dim=1),
+            }
+        )
+
+
+def test_the_responses_of_a_row_are_those_to_its_prompt(files):
+    config = compose_config("generation", generation(files))
+    texts, finished = main_generation.generate_texts(config, main_generation.Prompts(config), Parrot())
+    assert texts == [[f"+2{i}="] * 3 for i in range(5)]
+    assert finished == [[False] * 3] * 5
 
 
 def test_only_the_first_rows_are_answered_when_asked_so(files):
