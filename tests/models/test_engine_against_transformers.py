@@ -17,6 +17,7 @@ from tests.models.engine_world import (
 )
 from tests.models.gradients import difference, replica_spread, whole_gradients
 from tests.utils_dist import run_world
+from verl.utils import tensordict_utils as tu
 
 LAYOUTS = {
     "dp2": {},
@@ -32,6 +33,11 @@ LAYOUTS = {
 def hf_log_probs(model: torch.nn.Module, ids: torch.Tensor, temperature: float) -> torch.Tensor:
     """[j - 1]: log-probs of the second to the last token."""
     return log_probs_of(model(ids[None]).logits, ids, temperature)
+
+
+def hf_sum_pi_squared(model: torch.nn.Module, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[j - 1]: sums of squared probabilities of the distributions behind the second to the last token."""
+    return torch.softmax(model(ids[None]).logits[0, :-1] / temperature, -1).square().sum(-1)
 
 
 def log_probs_of(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -51,16 +57,24 @@ def log_prob_errors(rank: int, world: int, path: str) -> dict[str, float]:
     for name, layout in LAYOUTS.items():
         case = Case(name, **layout)
         with engine(path, case) as built:
-            data = rank_batch(case, built)
+            data = tu.assign_non_tensor(rank_batch(case, built), calculate_sum_pi_squared=True)
             with built.eval_mode():
                 output = built.infer_batch(data)["model_output"]
             if not output:
                 continue
             rows = output["log_probs"].unbind()
+            squares = output["sum_pi_squared"].unbind()
             with torch.no_grad():
                 errors[name] = max(
                     (got[:-1] - hf_log_probs(model, real_tokens(batch, row), 0.8)).abs().max().item()
                     for got, row in zip(rows, rows_of_rank(case, built), strict=True)
+                )
+                errors[name] = max(
+                    errors[name],
+                    *(
+                        (got[:-1] - hf_sum_pi_squared(model, real_tokens(batch, row), 0.8)).abs().max().item()
+                        for got, row in zip(squares, rows_of_rank(case, built), strict=True)
+                    ),
                 )
             assert not output["log_probs"].requires_grad
     return errors

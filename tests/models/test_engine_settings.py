@@ -148,3 +148,24 @@ def test_another_megatron_core_is_refused(facts: dict[str, Any]) -> None:
 @pytest.mark.gloo
 def test_the_flag_that_a_provider_sets_itself_is_seen(facts: dict[str, Any]) -> None:
     assert facts["vision"] == (False, True, True)
+
+
+def overridden(rank: int, world: int, path: str) -> dict[str, Any]:
+    """What ``model.override_config`` does to the model that is built."""
+    from verl.models.mcore.bridge import load_bridge
+    from verl.utils.megatron.cpu_backend import install
+
+    install()
+    bridge = load_bridge(path, override_config={"rms_norm_eps": 0.125})
+    return {
+        "eps": bridge.to_megatron_provider(load_weights=False).layernorm_epsilon,
+        "unknown": error_of(load_bridge, path, override_config={"rms_norm_epsi": 1.0}),
+    }
+
+
+@pytest.mark.gloo
+def test_entries_of_the_hugging_face_configuration_can_be_replaced(tmp_path: Path) -> None:
+    path = save_sharp_model(str(tmp_path / "model"))
+    facts = run_world(overridden, 1, path)[0]
+    assert facts["eps"] == 0.125
+    assert "rms_norm_epsi" in facts["unknown"] and "rms_norm_eps?" in facts["unknown"]

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,21 +45,43 @@ def has_transformer_engine() -> bool:
     return get_device_name() != "cpu" and importlib.util.find_spec("transformer_engine") is not None
 
 
-def load_bridge(path: str, trust_remote_code: bool = False) -> Any:
+def load_bridge(
+    path: str,
+    trust_remote_code: bool = False,
+    *,
+    config_path: str | None = None,
+    override_config: Mapping[str, Any] | None = None,
+) -> Any:
     """The ``AutoBridge`` of a Hugging Face model folder.
 
+    Args:
+        path: the folder.
+        trust_remote_code: run model code that comes with the folder.
+        config_path: folder to take the Hugging Face configuration from instead.
+        override_config: entries of that configuration to replace.
+
     Raises:
-        ValueError: when megatron-bridge has no mapping for the folder's architecture; names it and the supported ones.
+        ValueError: when megatron-bridge has no mapping for the folder's architecture (names it and the supported ones),
+            or the configuration has no such entry.
     """
     with quiet_imports():
         auto_bridge = _import_auto_bridge()
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    config = AutoConfig.from_pretrained(config_path or path, trust_remote_code=trust_remote_code)
+    for name, value in (override_config or {}).items():
+        if not hasattr(config, name):
+            near = difflib.get_close_matches(name, list(config.to_dict()), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no such entry{hint}")
+        setattr(config, name, value)
     if not auto_bridge.supports(config):
         known = ", ".join(sorted(auto_bridge.list_supported_models()))
         raise ValueError(f"model.path={path}: architecture {config.architectures} is not supported; known: {known}")
-    return auto_bridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+    bridge = auto_bridge.from_hf_pretrained(path, trust_remote_code=trust_remote_code)
+    if config_path or override_config:
+        bridge.hf_pretrained.config = config
+    return bridge
 
 
 def _import_auto_bridge() -> type:

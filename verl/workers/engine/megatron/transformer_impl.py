@@ -31,6 +31,7 @@ from verl.workers.engine.megatron.loss_scale import (
     check_per_token_loss_guards,
     count_step,
 )
+from verl.workers.engine.megatron.parallel import initialize_model_parallel
 from verl.workers.engine.utils import restore_order, split_micro_batches
 
 __all__ = ["MegatronEngine", "MegatronEngineWithLMHead", "_routed_num_tokens"]
@@ -92,8 +93,14 @@ class MegatronEngine(BaseEngine):
 
         from verl.models.mcore.bridge import build_provider, load_bridge
 
-        self._initialize_model_parallel()
-        self.bridge = load_bridge(self.model_config.path, self.model_config.trust_remote_code)
+        initialize_model_parallel(self.engine_config)
+        model = self.model_config
+        self.bridge = load_bridge(
+            model.path,
+            model.trust_remote_code,
+            config_path=model.hf_config_path,
+            override_config=model.override_config,
+        )
         self.vocab_size = self.bridge.hf_pretrained.config.get_text_config().vocab_size
         mtp = self.model_config.mtp if self.trains else None  # a model that is only evaluated does without
         provider = build_provider(self.bridge, self.engine_config, self.dtype, mtp)
@@ -113,34 +120,6 @@ class MegatronEngine(BaseEngine):
             self.to("cpu", model=True, optimizer=False, grad=True)
         if self.engine_config.optimizer_offload and self.trains:
             self.to("cpu", model=False, optimizer=True, grad=False)
-
-    def _initialize_model_parallel(self) -> None:
-        from megatron.core import parallel_state as mpu
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        config = self.engine_config
-        expert_tp = config.expert_tensor_parallel_size
-        layout = {
-            "tensor_model_parallel_size": config.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-            "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
-            "context_parallel_size": config.context_parallel_size,
-            "expert_model_parallel_size": config.expert_model_parallel_size,
-            "expert_tensor_parallel_size": config.tensor_model_parallel_size if expert_tp is None else expert_tp,
-        }
-        if not mpu.model_parallel_is_initialized():
-            world, needed = dist.get_world_size(), math.prod(list(layout.values())[:2]) * config.context_parallel_size
-            if world % needed:
-                raise ValueError(
-                    f"{world} ranks cannot hold tensor x pipeline x context = {needed}; use a multiple of {needed}"
-                )
-            mpu.initialize_model_parallel(**layout, create_gloo_process_groups=False)
-            MegatronEngine._layout = layout
-        elif MegatronEngine._layout != layout:
-            # One process has one set of Megatron groups, so the models that share it share the layout.
-            wrong = {k: (MegatronEngine._layout[k], v) for k, v in layout.items() if MegatronEngine._layout[k] != v}
-            raise ValueError(f"models in one worker must have the same layout; (first, this): {wrong}")
-        model_parallel_cuda_manual_seed(config.seed)
 
     def _build_modules(self, provider: Any) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
