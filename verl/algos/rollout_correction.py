@@ -115,7 +115,8 @@ def rejection_mask(
         keep = keep & _keeps(rule, log_ratio, response_mask)
     veto = config.rollout_token_veto_threshold
     if veto is not None:
-        keep = keep & ~((log_ratio < math.log(veto)) & trained).any(-1, keepdim=True)
+        # At masked positions the log-ratio is 0, which no veto reaches.
+        keep = keep & ~(log_ratio < math.log(veto)).any(-1, keepdim=True)
     had, has = trained.any(-1), keep.any(-1)
     metrics = {
         "rollout_rs_masked_fraction": 1.0 - keep.sum() / trained.sum(),
