@@ -24,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data and the sampling")
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"), help="folder to write")
     parser.add_argument("--sft-steps", type=int, default=400)
-    parser.add_argument("--grpo-steps", type=int, default=150)
+    parser.add_argument("--grpo-steps", type=int, default=250)
     parser.add_argument("--test-freq", type=int, default=25, help="steps between validations on all held-out prompts")
     return parser.parse_args()
 
