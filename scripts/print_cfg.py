@@ -5,10 +5,13 @@ Usage: ``print_cfg.py CONFIG_NAME [key=value ...]`` or ``print_cfg.py --keys``.
 """
 
 import sys
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl.utils.config import compose_config, flatten
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's, whatever the environment has installed
+
+from verl.utils.config import compose_config, flatten  # noqa: E402
 
 CONFIG_NAMES = ("ppo_trainer", "sft_trainer_engine", "generation", "evaluation")
 

@@ -14,8 +14,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${VERL_VENV:-$ROOT/.venv}"
 [[ "$VENV" == /* ]] || VENV="$PWD/$VENV"
 SEED="${1:-0}"
-if [[ $# -gt 1 || ! "$SEED" =~ ^[0-9]+$ ]]; then
-    echo "quickstart: the only argument is a seed, a whole number; got: $*" >&2
+if [[ $# -gt 1 || ! "$SEED" =~ ^[0-9]{1,9}$ ]]; then
+    echo "quickstart: the only argument is a seed, a whole number below 1000000000; got: $*" >&2
     exit 2
 fi
 

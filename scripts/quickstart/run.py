@@ -106,12 +106,23 @@ def run_python(arguments: list[str]) -> None:
         raise SystemExit(done.returncode if done.returncode > 0 else 1)
 
 
+def clear_own_folder(folder: Path) -> None:
+    """Remove what an earlier quickstart wrote to ``folder``; ends the program for a folder that holds other things."""
+    marker = folder / ".quickstart"
+    if folder.exists() and any(folder.iterdir()) and not marker.exists():
+        print(f"quickstart: --out={folder} holds files of something else; name a new or empty folder", file=sys.stderr)
+        raise SystemExit(2)
+    for name in ("data", "model", "sft", "grpo"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
 def main() -> None:
     """Run all phases and print what came out."""
     args = parse_arguments()
     folder = args.out if args.out.is_absolute() else REPO_ROOT / args.out
-    for name in ("data", "model", "sft", "grpo"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    clear_own_folder(folder)
     seconds: dict[str, float] = {}
 
     @contextmanager

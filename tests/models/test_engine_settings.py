@@ -169,3 +169,25 @@ def test_entries_of_the_hugging_face_configuration_can_be_replaced(tmp_path: Pat
     facts = run_world(overridden, 1, path)[0]
     assert facts["eps"] == 0.125
     assert "rms_norm_epsi" in facts["unknown"] and "rms_norm_eps?" in facts["unknown"]
+
+
+def incomplete(rank: int, world: int, path: str) -> str:
+    def build() -> None:
+        with engine(path, Case("incomplete", pp=2)):
+            pass
+
+    return error_of(build)
+
+
+@pytest.mark.gloo
+def test_a_folder_without_some_weights_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """The bridge only warns and leaves them random."""
+    from safetensors.torch import load_file, save_file
+
+    path = save_sharp_model(str(tmp_path / "model"))
+    file = tmp_path / "model" / "model.safetensors"
+    weights = load_file(file)
+    weights.pop("model.layers.0.self_attn.q_proj.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    for error in run_world(incomplete, 2, path):
+        assert "model.path=" in error and "decoder.layers.0.self_attention.linear_qkv.weight" in error, error

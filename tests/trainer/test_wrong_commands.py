@@ -113,6 +113,10 @@ WRONG = {
         [f"+{A}.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01"],
         ["moe_aux_loss_coeff", "moe_router_load_balancing_type"],
     ),
+    "folder that cannot be written": (
+        ["trainer.default_local_dir=/proc/nope"],
+        ["trainer.default_local_dir", "/proc/nope"],
+    ),
     "not a number": (["data.train_batch_size=many"], ["train_batch_size", "many"]),
 }
 

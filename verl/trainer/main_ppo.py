@@ -7,6 +7,7 @@ or joins the cluster that ``ray_kwargs.ray_init.address`` or ``RAY_ADDRESS`` nam
 
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ def prepare(config: DictConfig) -> Callable[[], None]:
     if config.trainer.device == "cpu":
         os.environ[DEVICE_ENV] = "cpu"
     check_local_cpus(config)
+    check_writable(config.trainer.default_local_dir)
     runner = TaskRunner(config)
     start_ray(config)
     try:
@@ -70,6 +72,22 @@ def time_limited(what: str, seconds: float):
         yield
     finally:
         timer.cancel()
+
+
+def check_writable(folder: str) -> None:
+    """Make the folder of the run, so that a run does not train for hours to fail at its first checkpoint.
+
+    Raises:
+        ValueError: it cannot be made or written to.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trainer.default_local_dir={folder} cannot be written to ({error.strerror}); name another folder"
+        ) from None
 
 
 def check_local_cpus(config: DictConfig) -> None:

@@ -31,6 +31,8 @@ def call_guarded(function: Callable[..., Any], kwargs: dict[str, Any]) -> Outcom
     """Call ``function(**kwargs)`` in this thread and catch what it raises."""
     try:
         return Outcome(value=function(**kwargs))
+    except SystemExit as error:  # a score function that ends the program costs its row, not the run
+        return Outcome(error=RuntimeError(f"the function called sys.exit({error.code!r})"))
     except Exception as error:
         return Outcome(error=error)
 

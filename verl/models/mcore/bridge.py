@@ -158,7 +158,7 @@ def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_conf
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
+        "fp16": False,
         "hidden_dropout": 0.0,  # log-probs of one policy must not depend on a random mask
         "attention_dropout": 0.0,
         "variable_seq_lengths": True,
@@ -305,17 +305,17 @@ def load_weights(bridge: Any, modules: list[Any], path: str, train_mtp: bool) ->
         train_mtp: whether multi-token prediction layers are trained; if not, they are frozen.
 
     Raises:
-        ValueError: on every rank, naming the multi-token prediction weights that the folder lacks. megatron-bridge
-            only warns of them and leaves them random.
+        ValueError: on every rank, naming weights of layers that the folder lacks. megatron-bridge only warns of them
+            and
+            leaves them random.
     """
     bridge.load_hf_weights(modules, path)
-    if not modules[0].config.mtp_num_layers:
-        return
+    # Heads and embeddings are left out: tied ones, and those of a critic, are rightly not in the folder.
     own = {
-        name[name.index("mtp.layers.") :]: parameter
+        name: parameter
         for module in modules
         for name, parameter in module.named_parameters()
-        if "mtp.layers." in name
+        if "mtp.layers." in name or "decoder.layers." in name or "decoder.final_layernorm" in name
     }
     tasks = bridge.get_conversion_tasks(modules, path)
     loaded = {id(task.param_weight) for task in tasks if task is not None and task.megatron_module is not None}
@@ -324,12 +324,18 @@ def load_weights(bridge: Any, modules: list[Any], path: str, train_mtp: bool) ->
     torch.distributed.all_gather_object(everywhere, mine)
     missing = sorted({name for names in everywhere for name in names})
     if missing:
-        raise ValueError(
-            f"model.path={path}: no weights for {len(missing)} parameters of the multi-token prediction layers, such "
-            f"as {missing[0]}; set model.mtp.enable=False, or use a folder that holds them"
+        of_mtp = all("mtp.layers." in name for name in missing)
+        layers = "multi-token prediction layers" if of_mtp else "layers"
+        way_out = (
+            "set model.mtp.enable=False, or use a folder that holds them" if of_mtp else "the folder is incomplete"
         )
-    for parameter in own.values():
-        parameter.requires_grad_(train_mtp)
+        raise ValueError(
+            f"model.path={path}: no weights for {len(missing)} parameters of the {layers} that its config.json "
+            f"implies, such as {missing[0]}; {way_out}"
+        )
+    for name, parameter in own.items():
+        if "mtp.layers." in name:
+            parameter.requires_grad_(train_mtp)
 
 
 def is_mtp_task(task: Any) -> bool:

@@ -3,20 +3,39 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-__all__ = ["save_hf_folder"]
+__all__ = ["save_hf_folder", "write_hf_folder"]
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+_TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")
+_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
+_BUFFERS = ("rotary_emb.inv_freq",)  # computed, not learnt; in folders of older transformers
 
 
-def save_hf_folder(
+def save_hf_folder(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: str, **kwargs: Any) -> None:
+    """:func:`write_hf_folder` as a collective call: what rank 0, the writer, refuses is raised on all ranks."""
+    refusal: list[str | None] = [None]
+    try:
+        write_hf_folder(weights, source, target, **kwargs)
+    except ValueError as error:
+        refusal = [str(error)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(refusal, src=0)
+    if refusal[0] is not None:
+        raise ValueError(refusal[0])
+
+
+def write_hf_folder(
     weights: Iterable[tuple[str, torch.Tensor]],
     source: str,
     target: str,
@@ -25,6 +44,9 @@ def save_hf_folder(
     max_shard_bytes: int = 5 << 30,
     removed: Collection[str] = (),
     added: Collection[str] = (),
+    config: Any = None,
+    tokenizer_source: str | None = None,
+    without_mtp: bool = False,
 ) -> None:
     """Write ``weights`` and the non-weight files of ``source`` (config, tokenizer, generation config) to ``target``.
 
@@ -39,6 +61,10 @@ def save_hf_folder(
         max_shard_bytes: largest weight file.
         removed: names of ``source`` that are not in ``weights``, where there are such.
         added: names that are in ``weights`` besides.
+        config: Hugging Face configuration to write instead of that of ``source``.
+        tokenizer_source: folder of the tokenizer, if it is another.
+        without_mtp: the model was built without its multi-token-prediction layers: their tensors are not missed, and
+            the configuration that is written has none.
 
     Raises:
         ValueError: when a tensor of ``source`` was not in ``weights``, or the other way round; lists them.
@@ -62,11 +88,27 @@ def save_hf_folder(
         shard[name] = tensor
         size, total = size + num_bytes, total + num_bytes
     shards.append(_write_shard(shard, target, len(shards)))
-    _check_names({name for names in shards for name in names}, source, set(removed), set(added))
+    _check_names({name for names in shards for name in names}, source, set(removed), set(added), without_mtp)
     _name_shards(shards, target, total)
     for file in sorted(Path(source).iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copy2(file, Path(target) / file.name)
+    for file in sorted(Path(tokenizer_source).iterdir()) if tokenizer_source else ():
+        if file.is_file() and file.name.startswith(_TOKENIZER_PREFIXES):
+            shutil.copy2(file, Path(target) / file.name)
+    if config is not None:
+        config.save_pretrained(target)
+    if without_mtp:
+        _drop_mtp_layers(Path(target) / "config.json")
+
+
+def _drop_mtp_layers(path: Path) -> None:
+    written = json.loads(path.read_text(encoding="utf-8"))
+    for section in (written, written.get("text_config") or {}):
+        for key in _MTP_COUNTS:
+            if section.get(key):
+                section[key] = 0
+    path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def _part(index: int) -> str:
@@ -91,7 +133,13 @@ def _name_shards(shards: list[list[str]], target: str, total_bytes: int) -> None
         json.dump({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, file, indent=2, sort_keys=True)
 
 
-def _check_names(written: set[str], source: str, removed: set[str], added: set[str]) -> None:
+def _is_mtp(name: str, num_layers: int) -> bool:
+    """Whether a tensor belongs to a multi-token-prediction layer: named so, or a layer after the last."""
+    layer = re.search(r"\blayers\.(\d+)\.", name)
+    return ".mtp" in f".{name}" or (layer is not None and int(layer.group(1)) >= num_layers)
+
+
+def _check_names(written: set[str], source: str, removed: set[str], added: set[str], without_mtp: bool) -> None:
     expected: set[str] = set()
     for file in Path(source).glob("*.safetensors"):
         with safe_open(file, framework="pt") as content:
@@ -99,7 +147,12 @@ def _check_names(written: set[str], source: str, removed: set[str], added: set[s
     if not expected:
         return  # the source holds another weight format; its names cannot be read cheaply
     expected = (expected - removed) | added
-    missing, extra = sorted(expected - written), sorted(written - expected)
+    missing = {name for name in expected - written if not name.endswith(_BUFFERS)}
+    if without_mtp and missing:
+        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+        num_layers = {**config, **(config.get("text_config") or {})}["num_hidden_layers"]
+        missing = {name for name in missing if not _is_mtp(name, num_layers)}
+    missing, extra = sorted(missing), sorted(written - expected)
     if missing or extra:
         raise ValueError(
             f"export of {source}: missing {missing[:5]} ({len(missing)}), unexpected {extra[:5]} ({len(extra)})"

@@ -47,10 +47,11 @@ def _state(engine: Any, contents: list[str], is_loading: bool) -> dict[str, Any]
 def save_checkpoint(engine: Any, local_path: str) -> None:
     """Write what ``checkpoint.save_contents`` names to ``local_path``. Collective.
 
-    ``extra`` is the learning-rate schedule and each rank's random state. ``hf_model`` is not written
-    here: the trainers ask for it with ``export_hf``, next to this folder.
+    ``extra`` is the learning-rate schedule and each rank's random states (torch's and Megatron's). ``hf_model`` is
+    not written here: the trainers ask for it with ``export_hf``, next to this folder.
     """
     from megatron.core import dist_checkpointing
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     contents = _contents(engine, "save_contents")
     folder = os.path.join(local_path, _FOLDER)
@@ -60,10 +61,11 @@ def save_checkpoint(engine: Any, local_path: str) -> None:
     engine.to("device", model=True, optimizer=True, grad=False)
     dist_checkpointing.save(_state(engine, contents, is_loading=False), folder)
     if "extra" in contents:
-        extra = {"random": torch.get_rng_state()}
+        extra = {"random": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
         if engine.lr_scheduler is not None:
             extra["schedule"] = engine.lr_scheduler.state_dict()
         torch.save(extra, os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt"))
+    engine.offload_as_configured()
     dist.barrier()
 
 
@@ -95,12 +97,27 @@ def load_checkpoint(engine: Any, local_path: str) -> None:
         for key, chunk in zip(_model_keys(engine), unwrap_model(engine.module), strict=True):
             chunk.load_state_dict(loaded[key])
     if "optimizer" in loaded:
+        # Megatron finds a parameter group by its rates too, so those of the configuration stand in for the saved ones.
+        _set_rates(loaded["optimizer"], engine.optimizer_config.lr, engine.optimizer_config.min_lr)
         engine.optimizer.load_state_dict(loaded["optimizer"])
     elif "model" in contents and engine.optimizer is not None:
         engine.optimizer.reload_model_params()
     if "extra" in contents:
         _load_extra(engine, local_path)
+    engine.offload_as_configured()
     dist.barrier()
+
+
+def _set_rates(state: Any, lr: float, min_lr: float) -> None:
+    """Write the rates into every parameter group of a (nested) optimizer state."""
+    if isinstance(state, list):
+        for item in state:
+            _set_rates(item, lr, min_lr)
+    if isinstance(state, dict):
+        if "max_lr" in state and "min_lr" in state:
+            state["max_lr"], state["min_lr"] = lr, min_lr
+        for value in state.values():
+            _set_rates(value, lr, min_lr)
 
 
 def _make_optimizer_state(engine: Any) -> None:
@@ -126,8 +143,15 @@ def _load_extra(engine: Any, local_path: str) -> None:
             f"{local_path}: no schedule and random state ({os.path.basename(path)}); "
             "set checkpoint.load_contents without extra"
         )
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
     extra = torch.load(path, weights_only=True)
-    torch.set_rng_state(extra["random"])
+    if path == own:  # a rank that did not exist then keeps the state of its own seed
+        torch.set_rng_state(extra["random"])
+        get_cuda_rng_tracker().set_states(extra["tracker"])
     if "schedule" in extra and engine.lr_scheduler is not None:
         engine.lr_scheduler.num_steps = 0  # loading adds the saved number of steps
         engine.lr_scheduler.load_state_dict(extra["schedule"])
+        for group in engine.optimizer.param_groups:  # a group's own rates come before the schedule's
+            group["max_lr"], group["min_lr"] = engine.lr_scheduler.max_lr, engine.lr_scheduler.min_lr
+        engine.lr_scheduler.step(0)

@@ -33,7 +33,6 @@ def build_optimizer(config: Any, modules: list[Any], dtype: torch.dtype, use_dis
         "adam_beta1": beta1,
         "adam_beta2": beta2,
         "bf16": dtype == torch.bfloat16,
-        "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "use_distributed_optimizer": use_distributed_optimizer,
     }
@@ -48,7 +47,8 @@ def build_optimizer(config: Any, modules: list[Any], dtype: torch.dtype, use_dis
 
 
 def build_lr_scheduler(config: Any, optimizer: Any) -> Any:
-    """Megatron's ``OptimizerParamScheduler``: warm-up, then the configured decay, counted in optimiser steps.
+    """Megatron's ``OptimizerParamScheduler``: warm-up, then the configured decay, counted in training steps: calls of
+    the worker, however many mini-batches each of them cuts.
 
     Raises:
         ValueError: when the decay or the warm-up depends on a number of steps that is not known, or the warm-up is not

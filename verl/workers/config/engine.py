@@ -81,6 +81,11 @@ class McoreEngineConfig(BaseConfig):
     def __post_init__(self) -> None:
         check_name("strategy", self.strategy, ("megatron",))
         check_name("dtype", self.dtype, DTYPES)
+        if dict(self.override_ddp_config or {}).get("overlap_param_gather"):
+            raise ValueError(
+                "override_ddp_config.overlap_param_gather=True is not supported, since rollout, export and checkpoint "
+                "would read parameters before they are gathered; set it to False"
+            )
         for name in (f.name for f in fields(self) if f.name.endswith("_parallel_size")):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -140,7 +140,7 @@ class MegatronEngine(BaseEngine):
             settings = {
                 "use_distributed_optimizer": config.use_distributed_optimizer,
                 # Sums of bfloat16 gradients lose bits with every micro-batch.
-                "grad_reduce_in_fp32": self.dtype in (torch.bfloat16, torch.float16),
+                "grad_reduce_in_fp32": self.dtype == torch.bfloat16,
                 **dict(config.override_ddp_config or {}),
             }
             ddp_config = DistributedDataParallelConfig(**settings)
@@ -238,6 +238,13 @@ class MegatronEngine(BaseEngine):
             offload.free_grads(self.module)
         if optimizer:
             offload.offload_optimizer(self.optimizer)
+
+    def offload_as_configured(self, optimizer: bool = True) -> None:
+        """Put parameters and optimizer state back to the host where they are kept between steps."""
+        if self.engine_config.param_offload:
+            self.to("cpu", model=True, optimizer=False, grad=False)
+        if optimizer and self.engine_config.optimizer_offload:
+            self.to("cpu", model=False, optimizer=True, grad=False)
 
     # ------------------------------------------------------------------ groups
     def get_data_parallel_rank(self) -> int:
@@ -378,7 +385,7 @@ class MegatronEngine(BaseEngine):
         return float(clipped_from) if clipped_from else norm
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one optimiser step; returns the learning rate that now holds."""
+        """Advance the schedule by one training step; returns the learning rate that now holds."""
         self.lr_scheduler.step(1)
         return self.current_lr
 
@@ -397,16 +404,29 @@ class MegatronEngine(BaseEngine):
         if self._export_tasks is None:
             self._export_tasks = self.bridge.get_conversion_tasks(self.module)
         tasks = self._export_tasks if with_mtp else [t for t in self._export_tasks if not is_mtp_task(t)]
-        return stream_hf_weights(self.bridge, self.module, tasks), None
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            try:
+                yield from stream_hf_weights(self.bridge, self.module, tasks)
+            finally:
+                self.offload_as_configured(optimizer=False)
+
+        return stream(), None
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face folder: weights, config, tokenizer, generation config. Collective; rank 0 writes."""
         from verl.utils.checkpoint.hf_export import save_hf_folder
 
-        weights, _ = self.get_per_tensor_param()
-        save_hf_folder(weights, source=self.model_config.path, target=path, is_writer=dist.get_rank() == 0)
-        if dist.is_initialized():
-            dist.barrier()
+        model = self.model_config
+        save_hf_folder(
+            self.get_per_tensor_param()[0],
+            source=model.path,
+            target=path,
+            is_writer=dist.get_rank() == 0,
+            config=self.bridge.hf_pretrained.config if model.override_config or model.hf_config_path else None,
+            tokenizer_source=model.tokenizer_path,
+            without_mtp=not self.tf_config.mtp_num_layers,
+        )
 
     def save_checkpoint(self, local_path: str, **kwargs: Any) -> None:
         """Write model, optimizer, schedule and random state as the checkpoint configuration says. Collective."""
@@ -436,6 +456,7 @@ class MegatronEngineWithLMHead(MegatronEngine):
         from megatron.core.packed_seq_params import PackedSeqParams
 
         from verl.models.mcore.attention import make_plan
+        from verl.models.mcore.bridge import has_transformer_engine
         from verl.models.mcore.packing import make_layout, roll_left_within_sequences
 
         tokens = micro_batch["input_ids"].values()
@@ -460,7 +481,8 @@ class MegatronEngineWithLMHead(MegatronEngine):
                 max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             )
-            packed.plan = make_plan(layout)
+            if not has_transformer_engine():
+                packed.plan = make_plan(layout)
         model = {
             "input_ids": layout.pack(tokens),
             "position_ids": layout.position_ids,
@@ -469,7 +491,7 @@ class MegatronEngineWithLMHead(MegatronEngine):
         }
         if self.tf_config.num_moe_experts:
             model["padding_mask"] = layout.padding_mask
-        if self.dtype in (torch.bfloat16, torch.float16):
+        if self.dtype == torch.bfloat16:
             model["fp32_output"] = False  # the log-probs are float32 anyway, a chunk at a time
         labels = layout.pack(roll_left_within_sequences(tokens, lengths)).flatten()
         return {"layout": layout, "labels": labels, "model": model}

@@ -141,7 +141,6 @@ class MegatronEngineWithValueHead(MegatronEngineWithLMHead):
             removed=self._lm_head_names,
             added=set(HEAD_NAMES.values()),
         )
-        dist.barrier()
 
 
 def _read_head(path: str, hidden_size: int) -> dict[str, torch.Tensor]:
