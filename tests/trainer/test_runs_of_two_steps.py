@@ -100,6 +100,27 @@ RUNS = {
         "+reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
         "+reward.reward_kwargs.overlong_buffer_cfg.log=True",
     ],
+    "dynamic sampling, rewards for the whole batch in one call": [
+        "algorithm.adv_estimator=grpo",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.max_num_gen_batches=10",
+        "data.gen_batch_size=4",
+        f"{A}.actor.use_dynamic_bsz=True",
+        f"{A}.actor.policy_loss.loss_mode=cispo",
+        "reward.reward_manager.name=batch",
+        "reward.custom_reward_function.name=score_all",
+    ],
+    "remax, rollout correction, scores from processes": [
+        "algorithm.adv_estimator=remax",
+        "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.rollout_is_threshold=2.0",
+        "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold=2.0",
+        f"{A}.actor.use_dynamic_bsz=True",
+        f"{A}.actor.megatron.context_parallel_size=2",
+        "reward.reward_manager.name=prime",
+    ],
 }
 
 
@@ -126,6 +147,8 @@ def test_a_verl_style_command_trains_two_steps(tmp_path: Path, name: str) -> Non
     (tmp_path / "score.py").write_text(
         "def score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
         "    return (sum(map(ord, solution_str)) % 7) / 7.0  # differs inside a group, so that something is learnt\n"
+        "def score_all(data_sources, solution_strs, ground_truths, extra_infos=None, **kwargs):\n"
+        "    return [score(*row) for row in zip(data_sources, solution_strs, ground_truths)]\n"
     )
     # The last value of a key counts, so that a run may set what the common part sets.
     done = subprocess.run(
@@ -147,4 +170,8 @@ def test_a_verl_style_command_trains_two_steps(tmp_path: Path, name: str) -> Non
         assert steps[0]["critic/vf_loss"] > 0
     if "KL and entropy" in name:
         assert steps[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-6) and steps[1]["actor/kl_loss"] > 0
+    if "dynamic sampling" in name:
+        assert steps[0]["train/num_gen_batches"] >= 2  # a batch of 8 prompts from draws of 4
+    if "rollout correction" in name:
+        assert any(key.startswith("rollout_corr") for key in steps[0]), sorted(steps[0])
     assert any(key.startswith("val-") for key in steps[1]), sorted(steps[1])
