@@ -44,7 +44,7 @@ def test_defaults_are_not_shared() -> None:
     [
         (McoreEngineConfig, {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0 must be at least 1"),
         (McoreEngineConfig, {"dtype": "half"}, "dtype='half' is not known"),
-        (McoreOptimizerConfig, {"lr": -1.0}, "lr=-1.0 must not be negative"),
+        (McoreOptimizerConfig, {"lr": -1.0}, "lr=-1.0 must be a number that is not negative"),
         (McoreOptimizerConfig, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 must lie between 0 and lr=1e-06"),
         (McoreOptimizerConfig, {"lr_decay_style": "WSD"}, "needs lr_wsd_decay_steps"),
         (McoreActorConfig, {"clip_ratio_c": 1.0}, "clip_ratio_c=1.0 must be above 1"),

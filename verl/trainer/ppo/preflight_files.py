@@ -112,7 +112,8 @@ def open_data_files(key: str, value: Any, needed: Mapping[str, Any], errors: lis
     for name in as_paths(value):
         path = Path(name).expanduser()
         if not path.is_file():
-            errors.append(f"{key}: {path} does not exist{_nearest_file(path)}")
+            what = "is a folder; name the files in it" if path.is_dir() else f"does not exist{_nearest_file(path)}"
+            errors.append(f"{key}: {path} {what}")
             continue
         try:
             file = open_data_file(path)
@@ -158,6 +159,8 @@ def check_num_rows(key: str, files: Iterable[DataFile], max_samples: int, batch_
         num_rows = max_samples
     if num_rows >= batch_size:
         return []
+    if num_rows == 0:
+        return [f"{key} holds no rows; name a file with at least {batch_key}={batch_size} rows"]
     return [
         f"{key} holds {num_rows} rows, fewer than {batch_key}={batch_size}; use {batch_key}={num_rows} or more data"
     ]

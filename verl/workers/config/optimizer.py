@@ -50,8 +50,8 @@ class McoreOptimizerConfig(BaseConfig):
         check_name("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
         check_name("weight_decay_incr_style", self.weight_decay_incr_style, WEIGHT_DECAY_STYLES)
         check_name("lr_wsd_decay_style", self.lr_wsd_decay_style, WSD_DECAY_STYLES)
-        if self.lr < 0:
-            raise ValueError(f"lr={self.lr} must not be negative")
+        if not 0 <= self.lr < float("inf"):
+            raise ValueError(f"lr={self.lr} must be a number that is not negative, for example 1e-6")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
         if not 0 <= self.lr_warmup_steps_ratio <= 1:
