@@ -53,6 +53,8 @@ PPO_REFUSED = {
 PPO_NO_EFFECT = {
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
+    "actor_rollout_ref.actor.checkpoint.strict": "megatron-core checks the keys it is asked for",
+    "critic.checkpoint.strict": "megatron-core checks the keys it is asked for",
     "data.return_raw_chat": "the chat messages are always kept",
     "data.filter_overlong_prompts_workers": "one process drops long prompts",
 }
@@ -74,7 +76,10 @@ ROLLOUT_SERVER_ONLY = (
     "checkpoint_engine.update_weights_bucket_megabytes",
 )
 
-SFT_NO_EFFECT = {"data.ignore_input_ids_mismatch": "a conversation is always templated as a whole"}
+SFT_NO_EFFECT = {
+    "data.ignore_input_ids_mismatch": "a conversation is always templated as a whole",
+    "checkpoint.strict": "megatron-core checks the keys it is asked for",
+}
 
 SFT_REFUSED = {"data.pad_mode": ("no_padding", "rows are packed without padding")}
 

@@ -23,7 +23,7 @@ __all__ += ["offload_params"]
 
 def _buffers(modules: list[Any]) -> Iterator[Any]:
     for module in modules:
-        yield from getattr(module, "buffers_", None) or _ddp_buffers(module)
+        yield from _ddp_buffers(module)
 
 
 def _ddp_buffers(module: Any) -> list[Any]:

@@ -101,7 +101,8 @@ class McoreEngineConfig(BaseConfig):
 class McoreCheckpointConfig(BaseConfig):
     """What a checkpoint holds: any of "model", "optimizer", "extra" (schedule, random state, step) and "hf_model".
 
-    ``load_contents`` names the parts read back on resume. ``strict`` makes a missing or unexpected key an error.
+    ``load_contents`` names the parts read back on resume. ``strict`` is accepted and not
+    read: megatron-core checks the keys it is asked for.
     """
 
     save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
