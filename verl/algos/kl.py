@@ -48,7 +48,7 @@ _ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def kl_penalty(logprob: torch.Tensor, ref_logprob: torch.Tensor, kl_penalty: str) -> torch.Tensor:
     """Per-token estimate of KL(policy || reference) at the sampled tokens.
 
-    With x = logprob - ref_logprob: ``kl``/``k1`` is x, ``abs`` |x|, ``mse``/``k2`` x^2/2, ``low_var_kl``/``k3``
+    With x = logprob - ref_logprob: ``kl``/``k1`` is x, ``abs`` ``|x|``, ``mse``/``k2`` x^2/2, ``low_var_kl``/``k3``
     exp(-x) - 1 + x, with x clamped to +-20 and the result to +-10. A trailing ``+`` keeps the value and takes the
     gradient of k2, the only one of them whose expected gradient is that of the KL.
 

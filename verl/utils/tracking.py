@@ -26,8 +26,7 @@ class Tracking:
         project_name: `trainer.project_name`.
         experiment_name: `trainer.experiment_name`.
         default_backend: one name or a list of names out of console, tensorboard, file, wandb.
-        config: the run's resolved config as a nested mapping; wandb stores it, and
-        `config["trainer"]["default_local_dir"]` is
+        config: the run's resolved config as a nested mapping; wandb stores it, and its `trainer.default_local_dir` is
             the folder that logs are written under.
         default_local_dir: that folder, given directly. Without either it is `outputs/<project>/<experiment>`.
 
