@@ -35,6 +35,7 @@ def apply_patches() -> None:
     _scatter_padding_mask_on_later_stages()
     _weigh_router_losses_by_whole_counts()
     _share_global_aux_loss()
+    _count_real_tokens_for_expert_bias()
     _keep_float64_router_scores()
     _keep_float64_cross_entropy()
     _restore_torch_adam_state()
@@ -164,6 +165,25 @@ def _share_global_aux_loss() -> None:
         )
 
     router.TopKRouter._apply_global_aux_loss = apply
+
+
+def _count_real_tokens_for_expert_bias() -> None:
+    """Routers with an expert bias (DeepSeek-V3 and its kin) fail under a padding mask.
+
+    The mask has an entry a token, and the map that it is laid over an entry a token and expert: the sizes do not match,
+    or, where there are as many tokens as experts, the wrong entries are left out.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    original = TopKRouter._apply_expert_bias
+
+    @functools.wraps(original)
+    def apply(self: Any, routing_map: Any, padding_mask: Any = None) -> None:
+        if padding_mask is not None and padding_mask.dim() == 1:
+            padding_mask = padding_mask.unsqueeze(-1)
+        original(self, routing_map, padding_mask=padding_mask)
+
+    TopKRouter._apply_expert_bias = apply
 
 
 def _keep_float64_router_scores() -> None:
