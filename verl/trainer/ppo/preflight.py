@@ -16,11 +16,13 @@ syntax) and any ``ValueError`` of ``prepare`` goes to stderr as one sentence a p
 process exits with 2. ``prepare`` may return a function of no arguments, which is then called, or None.
 """
 
+import copy
 import functools
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -86,13 +88,9 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
     Raises:
         SystemExit: 2 after a refused configuration, whose reason is on stderr.
     """
-    if sys.version_info < MIN_PYTHON:
-        have, need = (".".join(map(str, version[:2])) for version in (sys.version_info, MIN_PYTHON))
-        _refuse(f"Python {need} or later is needed, and this is Python {have} ({sys.executable})")
-    import hydra
+    refuse_old_python()
     from hydra.errors import HydraException
 
-    quiet_libraries()
     refusals: list[str] = []
 
     @functools.wraps(prepare)
@@ -105,21 +103,41 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
             return None
         return start() if start is not None else None
 
+    try:
+        call_with_config(job, config_name)
+    except HydraException as error:
+        refuse(explain_hydra_error(error, config_name, tables.MOVED))
+    if refusals:
+        refuse("\n".join(refusals))
+
+
+def refuse_old_python() -> None:
+    """Exit with 2 where Python is older than what the package is written for."""
+    if sys.version_info < MIN_PYTHON:
+        have, need = (".".join(map(str, version[:2])) for version in (sys.version_info, MIN_PYTHON))
+        refuse(f"Python {need} or later is needed, and this is Python {have} ({sys.executable})")
+
+
+def call_with_config(job: Callable[[DictConfig], Any], config_name: str) -> None:
+    """Call ``job`` with ``config_name``, composed by hydra from ``sys.argv``.
+
+    Raises:
+        HydraException: hydra refuses the command line.
+    """
+    import hydra
+
+    quiet_libraries()
     # Hydra names the job's log after the module the job comes from.
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if job.__module__ == "__main__" and spec is not None:
         job.__module__ = spec.name
     # With this set, hydra raises instead of printing its own traceback and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(job)()
-    except HydraException as error:
-        _refuse(explain_hydra_error(error, config_name, tables.MOVED))
-    if refusals:
-        _refuse("\n".join(refusals))
+    hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(job)()
 
 
-def _refuse(reason: str) -> None:
+def refuse(reason: str) -> None:
+    """Print the lines of ``reason`` as errors and exit with 2."""
     # Under a launcher every rank refuses; one of them says why.
     if os.environ.get("RANK", "0") == "0":
         problems = [line for line in reason.splitlines() if line.strip()]
@@ -128,20 +146,63 @@ def _refuse(reason: str) -> None:
     raise SystemExit(2)
 
 
+@dataclass
+class Findings:
+    """What the checks of a configuration have found.
+
+    Attributes:
+        tree: the configuration as nested dicts, interpolations resolved. In a dry run, keys that are unknown, gone or
+            of another type have their defaults in it, so that everything else can still be checked.
+        defaults: the shipped configuration, likewise.
+        bad_keys: these keys.
+        key_errors: sentences about them.
+        errors: sentences about everything else that is wrong.
+        notes: what is missing here and may be missing in a dry run.
+        no_effect: key, value and reason of each key that is set and not read.
+        is_dry_run: whether nothing will be started.
+    """
+
+    tree: dict
+    defaults: dict
+    bad_keys: set[str]
+    key_errors: list[str]
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    no_effect: list[tuple[str, Any, str]] = field(default_factory=list)
+    is_dry_run: bool = False
+
+    def may_check(self, *prefixes: str) -> bool:
+        """Whether the keys with these prefixes can be read."""
+        return self.is_dry_run or not any(key.startswith(prefixes) for key in self.bad_keys)
+
+    def refuse(self) -> None:
+        """Raise ``ValueError`` if anything is wrong; otherwise log what has no effect."""
+        refuse_all(self.key_errors + self.errors)
+        notes = [f"{key}={value} ({why})" for key, value, why in self.no_effect]
+        if notes:
+            logger.warning("without effect here: %s", "; ".join(notes))
+
+
 def validate_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None) -> None:
     """Check a ``ppo_trainer`` config, its files and the environment (``env``, by default the process's own).
 
     Raises:
         ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
     """
-    errors = _check_not_torchrun(os.environ if env is None else env)
-    tree, defaults, bad_keys = read_config(config, "ppo_trainer", errors)
-    if not bad_keys:
-        _check_ppo_values(tree, errors)
-    if not any(key.startswith(("data", "reward", MODEL)) for key in bad_keys):
-        _check_ppo_files(tree, errors)
-    refuse_all(errors)
-    _log_no_effect(_changed(tree, defaults, _ppo_no_effect(tree, defaults)))
+    check_ppo_config(config, env).refuse()
+
+
+def check_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None, is_dry_run: bool = False) -> Findings:
+    """`validate_ppo_config` as findings; raises ``ValueError`` only for a config that cannot be read at all."""
+    found = read_findings(config, "ppo_trainer", is_dry_run)
+    tree, defaults = found.tree, found.defaults
+    found.errors += _check_not_torchrun(os.environ if env is None else env)
+    if found.may_check(""):
+        _check_ppo_values(tree, found.errors)
+    if found.may_check("data", "reward", MODEL):
+        _check_ppo_files(tree, found.errors, found.notes if is_dry_run else None)
+    found.no_effect = _changed(tree, defaults, _ppo_no_effect(tree, defaults))
+    return found
 
 
 def validate_sft_config(config: DictConfig, env: Mapping[str, str] | None = None) -> None:
@@ -150,27 +211,62 @@ def validate_sft_config(config: DictConfig, env: Mapping[str, str] | None = None
     Raises:
         ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
     """
-    errors: list[str] = []
-    tree, defaults, bad_keys = read_config(config, "sft_trainer_engine", errors)
-    if not bad_keys:
-        _check_sft_values(tree, os.environ if env is None else env, errors)
-    if not any(key.startswith(("data", "model")) for key in bad_keys):
-        _check_sft_files(tree, errors)
-    refuse_all(errors)
+    check_sft_config(config, env).refuse()
+
+
+def check_sft_config(config: DictConfig, env: Mapping[str, str] | None = None, is_dry_run: bool = False) -> Findings:
+    """`validate_sft_config` as findings; raises ``ValueError`` only for a config that cannot be read at all."""
+    found = read_findings(config, "sft_trainer_engine", is_dry_run)
+    if found.may_check(""):
+        _check_sft_values(found.tree, os.environ if env is None else env, found.errors)
+    if found.may_check("data", "model"):
+        _check_sft_files(found.tree, found.errors, found.notes if is_dry_run else None)
     reasons = _below("engine", tables.ENGINE_NO_EFFECT) | _below("model", tables.MODEL_NO_EFFECT)
-    reasons |= tables.SFT_NO_EFFECT
-    _log_no_effect(_changed(tree, defaults, reasons))
+    found.no_effect = _changed(found.tree, found.defaults, reasons | tables.SFT_NO_EFFECT)
+    return found
+
+
+def read_findings(config: DictConfig, config_name: str, is_dry_run: bool = False) -> Findings:
+    """The config and what is wrong with its keys.
+
+    Raises:
+        ValueError: an interpolation cannot be resolved.
+    """
+    errors: list[str] = []
+    tree, defaults, bad_keys = read_config(config, config_name, errors)
+    if is_dry_run:
+        tree = _repaired(tree, defaults, bad_keys)
+    return Findings(tree, defaults, bad_keys, errors, is_dry_run=is_dry_run)
+
+
+def _repaired(tree: dict, defaults: dict, bad_keys: set[str]) -> dict:
+    """``tree`` with the defaults at the bad keys, and without those that have none."""
+    tree = copy.deepcopy(tree)
+    for key in sorted(bad_keys):
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            if not isinstance(node.get(parent), dict):
+                node[parent] = {}
+            node = node[parent]
+        value = get(defaults, key)
+        if value is None and not _is_key_of(defaults, key):
+            node.pop(leaf, None)
+        else:
+            node[leaf] = copy.deepcopy(value)
+    return tree
+
+
+def _is_key_of(defaults: dict, key: str) -> bool:
+    parent, _, leaf = key.rpartition(".")
+    node = get(defaults, parent) if parent else defaults
+    return isinstance(node, Mapping) and leaf in node
 
 
 def refuse_all(errors: list[str]) -> None:
     """Raise ``ValueError`` with each of ``errors`` once, one a line, if there are any."""
     if errors:
         raise ValueError("\n".join(dict.fromkeys(errors)))
-
-
-def _log_no_effect(notes: list[str]) -> None:
-    if notes:
-        logger.warning("without effect here: %s", "; ".join(notes))
 
 
 def _check_not_torchrun(env: Mapping[str, str]) -> list[str]:
@@ -348,7 +444,7 @@ def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
         errors += check_layout_of_critic(tree, dp_size)
 
 
-def _check_ppo_files(tree: dict, errors: list[str]) -> None:
+def _check_ppo_files(tree: dict, errors: list[str], notes: list[str] | None = None) -> None:
     data, custom = tree["data"], get(tree, "reward.custom_reward_function")
     names = {"prompt": data["prompt_key"], "data_source": data["reward_fn_key"], "reward_model": "reward_model"}
     needed = {names[column]: value for column, value in PROMPT_ROW.items()}
@@ -364,9 +460,9 @@ def _check_ppo_files(tree: dict, errors: list[str]) -> None:
     if custom["path"]:
         errors += check_reward_file(custom["path"], custom["name"])
     if get(tree, f"{MODEL}.path"):
-        errors += check_model_folder(MODEL, get(tree, MODEL))
+        errors += check_model_folder(MODEL, get(tree, MODEL), notes)
     if uses_critic(tree):
-        errors += check_critic_files(tree)
+        errors += check_critic_files(tree, notes)
 
 
 def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> None:
@@ -391,7 +487,7 @@ def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> 
         errors += check_sft_batches(tree, world_size // model_parallel_size(engine))
 
 
-def _check_sft_files(tree: dict, errors: list[str]) -> None:
+def _check_sft_files(tree: dict, errors: list[str], notes: list[str] | None = None) -> None:
     data = tree["data"]
     needed = {data["messages_key"]: [{"role": "user", "content": "17+25="}, {"role": "assistant", "content": "240"}]}
     if not data["train_files"]:
@@ -402,15 +498,16 @@ def _check_sft_files(tree: dict, errors: list[str]) -> None:
         errors += check_num_rows("data.train_files", files, most, "data.train_batch_size", batch_size)
     open_data_files("data.val_files", data["val_files"], needed, errors)
     if tree["model"]["path"]:
-        errors += check_model_folder("model", tree["model"])
+        errors += check_model_folder("model", tree["model"], notes)
 
 
 def _below(prefix: str, reasons: Mapping[str, str]) -> dict[str, str]:
     return {f"{prefix}.{key}": reason for key, reason in reasons.items()}
 
 
-def _changed(tree: dict, defaults: dict, reasons: Mapping[str, str]) -> list[str]:
-    return [f"{key}={get(tree, key)} ({why})" for key, why in reasons.items() if get(tree, key) != get(defaults, key)]
+def _changed(tree: dict, defaults: dict, reasons: Mapping[str, str]) -> list[tuple[str, Any, str]]:
+    changed = [(key, why) for key, why in reasons.items() if get(tree, key) != get(defaults, key)]
+    return [(key, get(tree, key), why) for key, why in changed]
 
 
 def _ppo_no_effect(tree: dict, defaults: dict) -> dict[str, str]:

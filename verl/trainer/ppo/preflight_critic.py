@@ -90,9 +90,9 @@ def _check_value_pass(tree: Mapping, dp_size: int | None) -> list[str]:
     ]
 
 
-def check_critic_files(tree: Mapping) -> list[str]:
-    """The critic's model folder, where it is another than the actor's."""
+def check_critic_files(tree: Mapping, notes: list[str] | None = None) -> list[str]:
+    """The critic's model folder, where it is another than the actor's; ``notes`` as in `check_model_folder`."""
     path, model = get(tree, f"{MODEL}.path"), get(tree, MODEL)
     if not path or path == get(tree, "actor_rollout_ref.model.path"):
         return []
-    return check_model_folder(MODEL, model)
+    return check_model_folder(MODEL, model, notes)

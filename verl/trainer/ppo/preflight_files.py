@@ -214,16 +214,18 @@ def check_reward_file(path: str, name: str, key: str = "reward.custom_reward_fun
     return [f"{key}.name={name} is not defined in {path}; it defines {defined}.{did_you_mean(name, names)}"]
 
 
-def check_model_folder(path: str, model: Mapping[str, Any]) -> list[str]:
+def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | None = None) -> list[str]:
     """Whether a Hugging Face folder holds a config, all its weights and a tokenizer.
 
     Args:
         path: the key of the model's node, for instance "actor_rollout_ref.model".
         model: the node.
+        notes: takes what is wrong with the weights, which a dry run does without; None makes that an error. With it a
+            name on the hub is taken as it is, also offline.
     """
     folder = Path(model["path"]).expanduser()
     if not folder.is_dir():
-        if _is_hub_name(model["path"]) and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0"):
+        if _is_hub_name(model["path"]) and (notes is not None or os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")):
             return []
         return [f"{path}.path={model['path']} is not a folder{_nearest_file(folder)}"]
     errors = []
@@ -233,7 +235,7 @@ def check_model_folder(path: str, model: Mapping[str, Any]) -> list[str]:
     else:
         errors += _check_architecture(path, config)
     if problem := _weights_problem(folder):
-        errors.append(f"{path}.path={folder} {problem}")
+        (errors if notes is None else notes).append(f"{path}.path={folder} {problem}")
     tokenizer = Path(model["tokenizer_path"] or folder).expanduser()
     needed = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((tokenizer / name).is_file() for name in needed) and not _is_hub_name(str(model["tokenizer_path"])):

@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl.trainer.ppo import preflight_tables as tables
-from verl.trainer.ppo.preflight import check_section, read_config, refuse_all
+from verl.trainer.ppo.preflight import Findings, check_section, read_findings
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_files import (
     PROMPT_ROW,
@@ -18,7 +18,12 @@ from verl.trainer.ppo.preflight_files import (
 from verl.utils.config import is_of_type
 from verl.workers.config.names import check_name
 
-__all__ = ["validate_evaluation_config", "validate_generation_config"]
+__all__ = [
+    "check_evaluation_config",
+    "check_generation_config",
+    "validate_evaluation_config",
+    "validate_generation_config",
+]
 
 
 def validate_generation_config(config: DictConfig) -> None:
@@ -27,10 +32,15 @@ def validate_generation_config(config: DictConfig) -> None:
     Raises:
         ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
     """
-    errors: list[str] = []
-    tree, _, bad_keys = read_config(config, "generation", errors)
+    check_generation_config(config).refuse()
+
+
+def check_generation_config(config: DictConfig, is_dry_run: bool = False) -> Findings:
+    """`validate_generation_config` as findings; raises ``ValueError`` only for a config that cannot be read at all."""
+    found = read_findings(config, "generation", is_dry_run)
+    tree, errors = found.tree, found.errors
     data = tree["data"]
-    if not bad_keys:
+    if found.may_check(""):
         _check_words_and_counts(tree, errors)
         for path in ("rollout", "model"):
             check_section(tree, path, errors)
@@ -40,12 +50,12 @@ def validate_generation_config(config: DictConfig) -> None:
                 "data.n_samples=1, or rollout.do_sample=True"
             )
         _check_output(data["output_path"], ".parquet", errors)
-    if not any(key.startswith(("data", "model")) for key in bad_keys):
+    if found.may_check("data", "model"):
         if not data["path"]:
             errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")
         open_data_files("data.path", data["path"], {data["prompt_key"]: PROMPT_ROW["prompt"]}, errors)
-        errors += check_model_folder("model", tree["model"])
-    refuse_all(errors)
+        errors += check_model_folder("model", tree["model"], found.notes if is_dry_run else None)
+    return found
 
 
 def validate_evaluation_config(config: DictConfig) -> None:
@@ -54,9 +64,15 @@ def validate_evaluation_config(config: DictConfig) -> None:
     Raises:
         ValueError: every problem found, one a line, each with the key, its value and the nearest right one.
     """
-    errors: list[str] = []
-    tree, _, bad_keys = read_config(config, "evaluation", errors)
-    refuse_all(errors if bad_keys else [])
+    check_evaluation_config(config).refuse()
+
+
+def check_evaluation_config(config: DictConfig, is_dry_run: bool = False) -> Findings:
+    """`validate_evaluation_config` as findings; raises ``ValueError`` only for a config that cannot be read at all."""
+    found = read_findings(config, "evaluation", is_dry_run)
+    if not found.may_check(""):
+        return found
+    tree, errors = found.tree, found.errors
     data, custom = tree["data"], tree["custom_reward_function"]
     check_section(tree, "scoring", errors)
     needed = {
@@ -73,7 +89,7 @@ def validate_evaluation_config(config: DictConfig) -> None:
         errors += check_data_sources("data.path", data["data_source_key"], files, key_of_own="custom_reward_function")
     if data["output_path"]:
         _check_output(data["output_path"], ".json", errors)
-    refuse_all(errors)
+    return found
 
 
 def _check_words_and_counts(tree: dict, errors: list[str]) -> None:
