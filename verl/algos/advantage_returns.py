@@ -136,9 +136,9 @@ def _token_energy(
     name: str,
 ) -> torch.Tensor:
     """Cumulated squared norm of the score function in logit space, 1 - 2 pi + sum pi^2 a token, [B, R] float64."""
-    for key, column in (("old_log_probs", old_log_probs), ("sum_pi_squared", sum_pi_squared)):
-        if column is None:
-            raise ValueError(f"algorithm.adv_estimator={name!r} needs {key} of every token")
+    if old_log_probs is None or sum_pi_squared is None:
+        key = "old_log_probs" if old_log_probs is None else "sum_pi_squared"
+        raise ValueError(f"algorithm.adv_estimator={name!r} needs {key} of every token")
     probs = select(old_log_probs.to(torch.float64), mask).exp()
     energy = 1.0 - 2.0 * probs + sum_pi_squared.to(torch.float64)
     if rollout_is_weights is not None:
@@ -220,7 +220,7 @@ def compute_tir_optimal_token_baseline_advantage(
     returns = returns_to_go(token_level_rewards.to(torch.float64), response_mask)
     # Trained tokens first, in their order; the inverse permutation puts the result back.
     order = torch.argsort((response_mask == 0).to(torch.int8), dim=-1, stable=True)
-    packed = [x.gather(-1, order) for x in (returns, energy, response_mask != 0)]
-    advantages = _minus_optimal_baseline(*packed, group).gather(-1, order.argsort(-1))
+    moved, weights, present = (x.gather(-1, order) for x in (returns, energy, response_mask != 0))
+    advantages = _minus_optimal_baseline(moved, weights, present, group).gather(-1, order.argsort(-1))
     dtype = _dtype(token_level_rewards)
     return select(advantages, response_mask).to(dtype), returns.to(dtype)

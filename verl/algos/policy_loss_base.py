@@ -59,8 +59,13 @@ class TokenBatch:
     ) -> TokenBatch:
         """Zero everything at masked positions."""
         weights = None if rollout_is_weights is None else select(rollout_is_weights, response_mask)
-        chosen = [select(x, response_mask) for x in (log_prob, old_log_prob, advantages)]
-        return cls(*chosen, mask=response_mask, weights=weights)
+        return cls(
+            log_prob=select(log_prob, response_mask),
+            old_log_prob=select(old_log_prob, response_mask),
+            advantages=select(advantages, response_mask),
+            mask=response_mask,
+            weights=weights,
+        )
 
     @property
     def num_tokens(self) -> torch.Tensor:

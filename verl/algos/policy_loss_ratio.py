@@ -31,7 +31,7 @@ _Loss = tuple[torch.Tensor, dict[str, Metric]]
 
 
 def _dual_clip(config: Any) -> float | None:
-    dual = config.clip_ratio_c
+    dual: float | None = config.clip_ratio_c
     if dual is not None and dual <= 1.0:
         raise ValueError(f"actor.clip_ratio_c={dual} must be above 1 (3.0 is usual), or null for no lower bound")
     return dual

@@ -72,7 +72,7 @@ class Registry:
                 f"{self._key}={path!r}: module {module_name!r} cannot be imported ({type(error).__name__}: {error}); "
                 "its folder must be the working directory or in PYTHONPATH"
             ) from error
-        function = getattr(module, function_name, None)
+        function: object = getattr(module, function_name, None)
         if not callable(function):
             known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             close = difflib.get_close_matches(function_name, known, n=1)

@@ -10,16 +10,26 @@ import typing
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast, overload
 
 from omegaconf import DictConfig, OmegaConf
+
+_T = TypeVar("_T")
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "trainer" / "config"
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a dict"}
 
 
-def omega_conf_to_dataclass(config: DictConfig | Mapping | None, dataclass_type: type | None = None, path: str = ""):
+@overload
+def omega_conf_to_dataclass(config: DictConfig | Mapping, dataclass_type: type[_T], path: str = "") -> _T: ...
+@overload
+def omega_conf_to_dataclass(
+    config: DictConfig | Mapping | None, dataclass_type: type | None = None, path: str = ""
+) -> Any: ...
+def omega_conf_to_dataclass(
+    config: DictConfig | Mapping | None, dataclass_type: type | None = None, path: str = ""
+) -> Any:
     """Build a typed config, and those nested in it.
 
     Args:
@@ -32,7 +42,7 @@ def omega_conf_to_dataclass(config: DictConfig | Mapping | None, dataclass_type:
     """
     if config is None:
         return None
-    values = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else dict(config)
+    values = to_tree(config) if isinstance(config, DictConfig) else dict(config)
     errors: list[str] = []
     built = _build(values, dataclass_type, path, errors)
     if errors:
@@ -67,7 +77,8 @@ def _target(values: Mapping, path: str) -> type:
     if not target:
         raise ValueError(f"{path or 'the config'} has no _target_ and no class was given for it")
     module, _, name = target.rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    found: type = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _convert(value: Any, hint: Any, key: str, errors: list[str]) -> Any:
@@ -78,7 +89,7 @@ def _convert(value: Any, hint: Any, key: str, errors: list[str]) -> Any:
     origin = typing.get_origin(wanted) or wanted
     if origin is Any or dataclasses.is_dataclass(value):
         return value
-    if dataclasses.is_dataclass(origin):
+    if isinstance(origin, type) and dataclasses.is_dataclass(origin):
         if isinstance(value, Mapping):
             return _build(dict(value), None if value.get("_target_") else origin, key, errors)
         errors.append(f"{key}={value!r} must be a group of keys")
@@ -105,6 +116,11 @@ def is_of_type(value: Any, wanted: type) -> bool:
 def type_in_words(wanted: type) -> str:
     """The name of a yaml type in an error message."""
     return _WORDS[wanted]
+
+
+def to_tree(config: DictConfig, resolve: bool = True) -> dict[str, Any]:
+    """A node of a config as nested dicts and lists, its interpolations resolved unless told otherwise."""
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=resolve))
 
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
@@ -135,7 +151,7 @@ def compose_config(config_name: str, overrides: Iterable[str] = ()) -> DictConfi
 @functools.cache
 def default_tree(config_name: str) -> dict[str, Any]:
     """A shipped config without overrides as nested dicts, interpolations resolved; to be read only."""
-    return OmegaConf.to_container(compose_config(config_name), resolve=True)
+    return to_tree(compose_config(config_name))
 
 
 def closest_keys(key: str, known: Iterable[str], count: int = 1) -> list[str]:

@@ -117,7 +117,8 @@ def get_torch_device() -> Any:
 
 def get_device_id() -> int:
     """Index of the device this process has chosen, as ``torch.device(get_device_name(), index)`` takes it."""
-    return get_torch_device().current_device()
+    index: int = get_torch_device().current_device()
+    return index
 
 
 def get_visible_devices_keyword() -> str:

@@ -6,12 +6,18 @@ here therefore keeps sharing: tensors that shared their offsets before a selecti
 offsets after it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
+if TYPE_CHECKING:
+    from torch.nested._internal.nested_tensor import NestedTensor
 
-def is_jagged(x: object) -> bool:
+
+def is_jagged(x: object) -> TypeGuard[NestedTensor]:
     """Tell whether ``x`` is a nested tensor with the jagged layout."""
     return isinstance(x, torch.Tensor) and x.is_nested and x.layout == torch.jagged
 
@@ -101,7 +107,7 @@ class JaggedRowRange:
 class JaggedConcat:
     """Concatenate jagged tensors along the rows; call it once per column, with the same pieces each time."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -130,16 +130,19 @@ def _max_over_group(values: list[int], group: dist.ProcessGroup) -> list[int]:
     device = "cpu" if "gloo" in dist.get_backend(group) else get_device_name()
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return tensor.tolist()
+    largest: list[int] = tensor.tolist()
+    return largest
 
 
 def _sequence_lengths(batch: TensorDict) -> list[int]:
     """Real tokens per row, from jagged ``input_ids`` or else from ``attention_mask``."""
     ids = batch.get("input_ids", None)
     if is_jagged(ids):
-        return jagged_parts(ids)[1].diff().tolist()
+        lengths: list[int] = jagged_parts(ids)[1].diff().tolist()
+        return lengths
     tu.get_keys(batch, ["attention_mask"])
-    return batch["attention_mask"].bool().sum(dim=1).tolist()
+    lengths = batch["attention_mask"].bool().sum(dim=1).tolist()
+    return lengths
 
 
 def rearrange_micro_batches(

@@ -66,7 +66,8 @@ def nearest_multiples(size: int, divisor: int) -> str:
 # ---- building and reading -------------------------------------------------------------------------------------------
 def assign_non_tensor_data(tensor_dict: TensorDictBase, key: str, val: Any) -> TensorDictBase:
     """Set one Python object (also a list) as metadata of the whole batch, in place."""
-    tensor_dict.set(key, NonTensorData(data=val, batch_size=tensor_dict.batch_size))
+    entry: Any = NonTensorData(data=val, batch_size=tensor_dict.batch_size)  # its class hides that it is a collection
+    tensor_dict.set(key, entry)
     return tensor_dict
 
 

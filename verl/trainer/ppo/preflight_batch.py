@@ -12,9 +12,10 @@ from verl.trainer.ppo.preflight_tables import LAYOUT_FIELDS
 
 def get(tree: Mapping, key: str) -> Any:
     """The value at a dotted key; None if a part of the way is missing."""
+    node: Any = tree
     for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
-    return tree
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
 
 
 def near_multiples(value: int, of: int) -> str:
@@ -32,9 +33,8 @@ def near_divisors(value: int, of: int) -> str:
 
 def model_parallel_size(engine: Mapping) -> int:
     """Ranks that together hold one copy of the model and one sequence: tensor * pipeline * context."""
-    return (
-        engine["tensor_model_parallel_size"] * engine["pipeline_model_parallel_size"] * engine["context_parallel_size"]
-    )
+    tp, pp, cp = (engine[f"{kind}_parallel_size"] for kind in ("tensor_model", "pipeline_model", "context"))
+    return int(tp * pp * cp)
 
 
 def check_layout(engine: Mapping, path: str, world_size: int, world_words: str) -> list[str]:

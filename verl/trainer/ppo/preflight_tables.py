@@ -5,6 +5,8 @@ The rule: a key that would change results and is not supported is refused by nam
 is accepted, so that verl's scripts run, and named in one log line when it is set.
 """
 
+from typing import Any
+
 from verl.utils.device import DEVICE_NAMES
 from verl.workers.config.reward import REWARD_MANAGERS
 
@@ -42,7 +44,7 @@ CRITIC_MODEL_REFUSED = {
 
 CHECKPOINT_REFUSED = {"async_save": (False, "checkpoints are written before training goes on")}
 
-PPO_REFUSED = {
+PPO_REFUSED: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": (False, "expert choices are not recorded"),
     "reward_model.reward_manager": (None, "the key is reward.reward_manager.name"),
     "reward_model.reward_kwargs": ({}, "the key is reward.reward_kwargs"),

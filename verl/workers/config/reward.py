@@ -79,6 +79,7 @@ class DapoScoringConfig(ScoringConfig):
             return
         if self.max_resp_len is None:
             raise ValueError("max_resp_len must be set while overlong_buffer_cfg.enable=True")
+        assert buffer.len is not None  # an enabled buffer checks it
         if buffer.len > self.max_resp_len:
             raise ValueError(
                 f"overlong_buffer_cfg.len={buffer.len} is more than max_resp_len={self.max_resp_len}; use at most "
@@ -86,7 +87,11 @@ class DapoScoringConfig(ScoringConfig):
             )
 
 
-_CONFIGS = {"naive": ScoringConfig, "dapo": DapoScoringConfig, "prime": PrimeScoringConfig}
+_CONFIGS: dict[str, type[ScoringConfig]] = {
+    "naive": ScoringConfig,
+    "dapo": DapoScoringConfig,
+    "prime": PrimeScoringConfig,
+}
 
 REWARD_MANAGERS = (*_CONFIGS, "batch")
 

@@ -112,9 +112,9 @@ class RolloutCorrectionConfig(BaseConfig):
             if len(numbers) == 2 or upper <= 0:
                 raise ValueError(f"rollout_rs_threshold={bound!r} must be one positive number for {name}")
             return Rejection(name, 0.0, upper)
-        lower = numbers[0] if len(numbers) == 2 else self.rollout_rs_threshold_lower
-        lower = 1 / upper if lower is None and upper > 0 else lower
-        if not 0 < (lower or 0) < upper:
+        given = numbers[0] if len(numbers) == 2 else self.rollout_rs_threshold_lower
+        lower = given if given is not None else 1 / upper if upper > 0 else 0.0
+        if not 0 < lower < upper:
             raise ValueError(
                 f"rollout_rs_threshold={bound!r} must be ratios with 0 < lower < upper for {name}, such as 0.5_2.0"
             )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from verl.models.mcore.mtp_patch import count_targets
+from verl.utils.jagged import is_jagged
 from verl.workers.utils.losses import loss_token_count
 
 __all__ = ["LossScale", "StepCounts", "check_per_token_loss_guards", "count_step"]
@@ -43,11 +44,12 @@ def _routed_num_tokens(data: TensorDict) -> torch.Tensor:
     From ``attention_mask`` where there is one (RL), else from jagged ``input_ids``, else every entry of ``input_ids``.
     """
     if "attention_mask" in data.keys():
-        mask = data["attention_mask"]
+        mask: torch.Tensor = data["attention_mask"]
         return (mask.values() if mask.is_nested else mask).sum().long()
-    input_ids = data["input_ids"]
-    if input_ids.is_nested:
-        return input_ids.offsets()[-1].long()
+    input_ids: torch.Tensor = data["input_ids"]
+    if is_jagged(input_ids):
+        count: torch.Tensor = input_ids.offsets()[-1].long()
+        return count
     return torch.tensor(input_ids.numel(), device=input_ids.device)
 
 
