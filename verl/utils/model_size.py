@@ -188,6 +188,11 @@ def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
     return default
 
 
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """transformers 5 writes another name than the one that models were published with."""
+    return _first(config, "num_experts", "n_routed_experts", "num_local_experts", default=0)
+
+
 def _base(config: Mapping[str, Any], architecture: str, **more: Any) -> ModelShape:
     missing = [
         key
@@ -223,6 +228,8 @@ def _qwen3(config: Mapping[str, Any], architecture: str) -> ModelShape:
 
 
 def _qwen3_moe(config: Mapping[str, Any], architecture: str) -> ModelShape:
+    if not _num_experts(config):
+        raise KeyError("num_experts")
     step, dense = _first(config, "decoder_sparse_step", default=1), set(config.get("mlp_only_layers") or ())
     layers = range(config["num_hidden_layers"])
     return _base(
@@ -230,7 +237,7 @@ def _qwen3_moe(config: Mapping[str, Any], architecture: str) -> ModelShape:
         architecture,
         qk_norm=True,
         moe_layers=tuple(i not in dense and (i + 1) % step == 0 for i in layers),
-        num_experts=config["num_experts"],
+        num_experts=_num_experts(config),
         experts_per_token=config["num_experts_per_tok"],
         moe_ffn_size=config["moe_intermediate_size"],
     )
@@ -252,7 +259,7 @@ def _qwen3_vl(config: Mapping[str, Any], architecture: str) -> ModelShape:
         merge_size=vision["spatial_merge_size"],
         deepstack=len(vision.get("deepstack_visual_indexes") or ()),
     )
-    read = _qwen3_moe if text.get("num_experts") else _qwen3
+    read = _qwen3_moe if _num_experts(text) else _qwen3
     return replace(read(text, architecture), vision=tower)
 
 
@@ -265,7 +272,7 @@ def _sparse_after_dense(config: Mapping[str, Any], architecture: str, **more: An
         config,
         architecture,
         moe_layers=moe,
-        num_experts=_first(config, "n_routed_experts", "num_experts", default=0),
+        num_experts=_num_experts(config),
         experts_per_token=config["num_experts_per_tok"],
         moe_ffn_size=config["moe_intermediate_size"],
         shared_ffn_size=shared * config["moe_intermediate_size"],
