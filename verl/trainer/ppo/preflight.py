@@ -64,6 +64,7 @@ from verl.utils.config import (
     is_free_form,
     is_of_type,
     omega_conf_to_dataclass,
+    to_tree,
     type_in_words,
 )
 from verl.utils.quiet import quiet_libraries
@@ -284,7 +285,7 @@ def read_config(config: DictConfig, config_name: str, errors: list[str]) -> tupl
     try:
         for key in sorted(OmegaConf.missing_keys(config)):
             errors.append(f"{key} must be set{_choices(config_name, key)}")
-        tree = OmegaConf.to_container(config, resolve=True)
+        tree = to_tree(config)
     except OmegaConfBaseException as error:
         raise ValueError("\n".join([*errors, explain_hydra_error(error, config_name, tables.MOVED)])) from error
     defaults = default_tree(config_name)
@@ -524,7 +525,7 @@ def _critic_no_effect(tree: dict, defaults: dict) -> dict[str, str]:
     if uses_critic(tree):
         return _below("critic.megatron", tables.ENGINE_NO_EFFECT) | _below("critic.model", tables.MODEL_NO_EFFECT)
     # What follows another key changes with it, and is nobody's setting.
-    written = flatten(OmegaConf.to_container(compose_config("ppo_trainer").critic, resolve=False))
+    written = flatten(to_tree(compose_config("ppo_trainer").critic, resolve=False))
     own = [key for key in flatten(defaults["critic"]) if "${" not in str(written.get(key, ""))]
     critic = _below("critic", dict.fromkeys(own, "there is no critic"))
     return critic | {"trainer.max_critic_ckpt_to_keep": "there is no critic"}

@@ -109,7 +109,8 @@ def read_reward_kwargs(name: str, kwargs: Mapping[str, Any]) -> ScoringConfig:
         raise ValueError(
             f"{names}: the reward manager {name!r} has no use for it; leave it out (it takes {', '.join(known)})"
         )
-    return omega_conf_to_dataclass(kwargs, _CONFIGS[name], path=_KWARGS)
+    built: ScoringConfig = omega_conf_to_dataclass(kwargs, _CONFIGS[name], path=_KWARGS)
+    return built
 
 
 def reward_kwargs_problem(name: str, kwargs: Mapping[str, Any], max_response_length: int) -> str | None:
