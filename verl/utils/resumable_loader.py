@@ -5,15 +5,17 @@ The order is a function of (seed, epoch) alone and the position counts the batch
 run sees exactly the rows that the uninterrupted one would have seen, whatever worker processes had prefetched.
 """
 
-import math
 import multiprocessing
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch import Generator, randperm
 from torch.utils.data import DataLoader, Dataset
+
+from verl.utils.run_length import check_warmup, resolve_total_steps
+
+__all__ = ["ResumableLoader", "check_warmup", "resolve_total_steps"]
 
 
 class ResumableLoader:
@@ -122,48 +124,3 @@ class ResumableLoader:
             what = ", ".join(f"{key} was {state[key]} and is {mine[key]}" for key in changed)
             raise ValueError(f"the checkpoint's position in the training data does not fit this run: {what}")
         self.epoch, self.position = state["epoch"], state["position"]
-
-
-def resolve_total_steps(steps_per_epoch: int, total_epochs: int, total_training_steps: int | None) -> int:
-    """Number of optimisation rounds of a run.
-
-    ``total_training_steps`` counts when it is given, whatever ``total_epochs`` says: if the steps do not fit into the
-    epochs, more epochs are run and a warning says so.
-
-    Raises:
-        ValueError: nothing would be trained.
-    """
-    if total_training_steps is None:
-        total = steps_per_epoch * total_epochs
-        if total < 1:
-            raise ValueError(f"trainer.total_epochs={total_epochs} trains nothing; use at least 1")
-        return total
-    if total_training_steps < 1:
-        raise ValueError(f"trainer.total_training_steps={total_training_steps} trains nothing; use at least 1")
-    needed = math.ceil(total_training_steps / steps_per_epoch)
-    if needed > total_epochs:
-        warnings.warn(
-            f"trainer.total_training_steps={total_training_steps} needs {needed} epochs of {steps_per_epoch} steps: "
-            f"running them, although trainer.total_epochs={total_epochs}",
-            stacklevel=2,
-        )
-    return total_training_steps
-
-
-def check_warmup(key: str, optim: Any, total_steps: int) -> None:
-    """Whether the learning rate's warm-up ends before the run does.
-
-    Args:
-        key: of the optimiser section, for the message.
-        optim: the section, with ``lr_warmup_steps``, ``lr_decay_steps`` and ``lr_decay_style``.
-        total_steps: of the run.
-
-    Raises:
-        ValueError: it does not, and the schedule has a decay that follows it.
-    """
-    length = optim.lr_decay_steps or total_steps
-    if optim.lr_decay_style != "constant" and optim.lr_warmup_steps >= length:
-        raise ValueError(
-            f"{key}.lr_warmup_steps={optim.lr_warmup_steps} must be below the schedule's {length} steps; use at most "
-            f"{length - 1}"
-        )

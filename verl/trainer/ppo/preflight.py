@@ -31,7 +31,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo import preflight_tables as tables
 from verl.trainer.ppo.preflight_algos import check_algorithm
 from verl.trainer.ppo.preflight_batch import (
-    check_guards,
     check_layout,
     check_model_options,
     check_ppo_batches,
@@ -53,6 +52,7 @@ from verl.trainer.ppo.preflight_files import (
     check_reward_file,
     open_data_files,
 )
+from verl.trainer.ppo.preflight_regime import check_guards
 from verl.trainer.ppo.preflight_sampling import check_filter_groups
 from verl.utils.config import (
     CONFIG_DIR,
@@ -419,7 +419,8 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     errors[:] = [error for error in errors if error.replace(f"{REF}.", f"{ACTOR}.") not in errors or REF not in error]
 
 
-def _uses_reference(tree: dict) -> bool:
+def uses_reference(tree: Mapping) -> bool:
+    """Whether there is a reference model: for a KL penalty in the reward or in the loss."""
     return bool(get(tree, "algorithm.use_kl_in_reward") or get(tree, f"{ACTOR}.use_kl_loss"))
 
 
@@ -428,8 +429,8 @@ def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
     world_size = tree["trainer"]["nnodes"] * tree["trainer"]["n_gpus_per_node"]
     errors += check_layout(engine, ENGINE, world_size, "trainer.nnodes x trainer.n_gpus_per_node")
     errors += check_model_options(engine, ENGINE, MODEL, padding_free)
-    errors += check_guards(engine, ENGINE, MODEL, padding_free, get(tree, f"{ACTOR}.loss_agg_mode"))
-    if _uses_reference(tree):
+    errors += check_guards(engine, ENGINE, get(tree, MODEL), MODEL, get(tree, f"{ACTOR}.loss_agg_mode"))
+    if uses_reference(tree):
         ref = get(tree, f"{REF}.megatron")
         for name in tables.LAYOUT_FIELDS:
             if ref[name] != engine[name]:
@@ -440,7 +441,7 @@ def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
     fits = world_size % model_parallel_size(engine) == 0
     dp_size = world_size // model_parallel_size(engine) if fits else None
     if dp_size is not None:
-        errors += check_ppo_batches(tree, dp_size, _uses_reference(tree))
+        errors += check_ppo_batches(tree, dp_size, uses_reference(tree))
     if uses_critic(tree):
         errors += check_layout_of_critic(tree, dp_size)
 
@@ -483,7 +484,7 @@ def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> 
         words = "trainer.nnodes x trainer.n_gpus_per_node"
     errors += check_layout(engine, "engine", world_size, words)
     errors += check_model_options(engine, "engine", "model", padding_free)
-    errors += check_guards(engine, "engine", "model", padding_free, None)
+    errors += check_guards(engine, "engine", tree["model"], "model", None)
     if world_size % model_parallel_size(engine) == 0:
         errors += check_sft_batches(tree, world_size // model_parallel_size(engine))
 

@@ -91,22 +91,6 @@ def check_model_options(engine: Mapping, path: str, model_path: str, use_remove_
     return errors
 
 
-def check_guards(
-    engine: Mapping, path: str, model_path: str, use_remove_padding: bool, loss_agg_mode: str | None
-) -> list[str]:
-    """The two combinations with ``calculate_per_token_loss`` that are refused unless the guards are off."""
-    if not engine["override_transformer_config"].get("calculate_per_token_loss") or not engine["per_token_loss_guards"]:
-        return []
-    flag = f"{path}.override_transformer_config.calculate_per_token_loss=True"
-    lift = f"or lift the guard with {path}.per_token_loss_guards=False (docs/objective.md)"
-    errors = []
-    if loss_agg_mode == "seq-mean-token-mean":
-        errors.append(f"loss_agg_mode='seq-mean-token-mean' is refused together with {flag}; use token-mean, {lift}")
-    if not use_remove_padding:
-        errors.append(f"{model_path}.use_remove_padding=False is refused together with {flag}; set it to True, {lift}")
-    return errors
-
-
 def check_ppo_batches(tree: Mapping, dp_size: int, use_reference: bool) -> list[str]:
     """Prompt counts, mini-batches, micro-batches and token budgets of a PPO step."""
     actor, rollout = get(tree, "actor_rollout_ref.actor"), get(tree, "actor_rollout_ref.rollout")

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from verl.trainer.ppo import preflight_tables as tables
 from verl.trainer.ppo.preflight_batch import (
     check_budget,
-    check_guards,
     check_mini_batch,
     check_model_options,
     get,
     near_divisors,
 )
 from verl.trainer.ppo.preflight_files import check_model_folder
+from verl.trainer.ppo.preflight_regime import check_guards
 
 ENGINE, MODEL = "critic.megatron", "critic.model"
 
@@ -58,7 +58,7 @@ def check_layout_of_critic(tree: Mapping, dp_size: int | None) -> list[str]:
         if engine[name] != actor_engine[name]
     ]
     errors += check_model_options(engine, ENGINE, MODEL, padding_free)
-    errors += check_guards(engine, ENGINE, MODEL, padding_free, critic["loss_agg_mode"])
+    errors += check_guards(engine, ENGINE, critic["model"], MODEL, critic["loss_agg_mode"])
     if dp_size is not None:
         train, n = get(tree, "data.train_batch_size"), get(tree, "actor_rollout_ref.rollout.n")
         errors += check_mini_batch(critic, "critic", train, n, dp_size)

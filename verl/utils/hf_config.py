@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model's config.json as a plain dict, without torch or transformers and without the network."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["architecture_of", "find_hf_config"]
+
+
+def find_hf_config(model: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
+    """The ``config.json`` of a ``model`` node with the node's ``override_config`` in it.
+
+    Looked for in ``hf_config_path``, else in ``path``; a name on the hub is looked up in the local cache.
+
+    Returns:
+        (the config, the file it is from), or (None, why there is none).
+    """
+    path = str(model.get("hf_config_path") or model.get("path") or "")
+    if not path:
+        return None, "no model is named"
+    file = Path(path).expanduser() / "config.json"
+    if not file.parent.is_dir():
+        cached = _cached_on_hub(path)
+        if cached is None:
+            return None, f"{path} is neither a folder nor in the local Hugging Face cache"
+        file = cached
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, f"{file} does not exist"
+    except (OSError, ValueError) as error:
+        return None, f"{file} cannot be read: {error}"
+    if not isinstance(config, dict):
+        return None, f"{file} holds no object"
+    return config | copy.deepcopy(dict(model.get("override_config") or {})), str(file)
+
+
+def _cached_on_hub(name: str) -> Path | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # not installed; not the form of a hub name
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def architecture_of(config: Mapping[str, Any] | None) -> str | None:
+    """The first of the config's ``architectures``."""
+    names = (config or {}).get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else None
