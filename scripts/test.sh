@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Lints the tree and runs every test that this machine can run. No download, no network.
+# Lints the tree (ruff, mypy on the typed core) and runs every test that this machine can run. No download, no network.
 #
 #   bash scripts/test.sh                     everything
 #   bash scripts/test.sh tests/utils -k dev  arguments go to pytest as they are
@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-"$VENV/bin/python" -m ruff check . && "$VENV/bin/python" -m ruff format --check .
+"$VENV/bin/python" -m ruff check . && "$VENV/bin/python" -m ruff format --check . && "$VENV/bin/python" -m mypy
 lint=$?
 "$VENV/bin/python" -m pytest "$@"
 tests=$?

@@ -3,8 +3,11 @@
 
 import re
 import shlex
+import subprocess
+import sys
 
 import pytest
+import tomllib
 import yaml
 
 from tests.special_sanity.checks import REPO_ROOT
@@ -40,3 +43,39 @@ def test_lint_is_that_of_the_test_command():
     entries = {hook["id"]: hook["entry"] for hook in HOOKS}
     assert "-m ruff check ." in script and " -m ruff check " in entries["ruff"]
     assert "-m ruff format --check ." in script and entries["ruff-format"].endswith(" -m ruff format .")
+    assert "-m mypy\n" in script and entries["mypy"].endswith(" -m mypy")
+
+
+SETTINGS = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
+
+
+def test_the_typed_core_is_there_and_holds_what_others_build_on():
+    named = [path for pattern in SETTINGS["files"] for path in REPO_ROOT.glob(pattern)]
+    assert all(any(REPO_ROOT.glob(pattern)) for pattern in SETTINGS["files"])
+    files = {file for path in named for file in (path.rglob("*.py") if path.is_dir() else [path])}
+    core = {REPO_ROOT / "verl" / name for name in ("base_config.py", "algos/kl.py", "workers/config/actor.py")}
+    assert core <= files and len(files) > 60
+
+
+def test_the_settings_find_planted_faults(tmp_path):
+    faults = {
+        "def double(x):\n    return 2 * x\n": "missing a type annotation",
+        "def name(x: int) -> str:\n    return x\n": "Incompatible return value",
+        "def half(x: int = None) -> float:\n    return x / 2\n": "Incompatible default",
+        "import json\n\n\ndef read(x: str) -> int:\n    return json.loads(x)\n": "Returning Any",
+        "x: int = 1  # type: ignore\n": 'Unused "type: ignore"',
+    }
+    for number, source in enumerate(faults):
+        (tmp_path / f"fault_{number}.py").write_text(source, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", str(REPO_ROOT / "pyproject.toml"), "."]
+    done = subprocess.run([*command, "--cache-dir", "/dev/null"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    for number, said in enumerate(faults.values()):
+        assert re.search(rf"^fault_{number}\.py:.*{said}", done.stdout, re.MULTILINE), done.stdout + done.stderr
+
+
+def test_no_error_is_waved_through():
+    for pattern in SETTINGS["files"]:
+        for path in REPO_ROOT.glob(pattern):
+            for file in path.rglob("*.py") if path.is_dir() else [path]:
+                assert "type: ignore" not in file.read_text(encoding="utf-8"), file

@@ -41,7 +41,7 @@ class FileFunction:
 
 
 def _find_function(module: ModuleType, path: str, name: str, key: str) -> Callable[..., Any]:
-    function = getattr(module, name, None)
+    function: object = getattr(module, name, None)
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         near = difflib.get_close_matches(name, names, n=1)

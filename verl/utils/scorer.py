@@ -76,7 +76,8 @@ class Scorer:
 def _in_threads(
     function: Callable[..., Any], calls: Sequence[dict[str, Any]], timeout: float | None, num_workers: int
 ) -> list[Outcome]:
-    pending, lock, done = deque(enumerate(calls)), threading.Lock(), SimpleQueue()
+    pending, lock = deque(enumerate(calls)), threading.Lock()
+    done: SimpleQueue = SimpleQueue()
     deadlines: dict[int, float] = {}
     outcomes: dict[int, Outcome] = {}
 

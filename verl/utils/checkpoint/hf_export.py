@@ -152,8 +152,9 @@ def _check_names(written: set[str], source: str, removed: set[str], added: set[s
         config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
         num_layers = {**config, **(config.get("text_config") or {})}["num_hidden_layers"]
         missing = {name for name in missing if not _is_mtp(name, num_layers)}
-    missing, extra = sorted(missing), sorted(written - expected)
+    extra = written - expected
     if missing or extra:
         raise ValueError(
-            f"export of {source}: missing {missing[:5]} ({len(missing)}), unexpected {extra[:5]} ({len(extra)})"
+            f"export of {source}: missing {sorted(missing)[:5]} ({len(missing)}), "
+            f"unexpected {sorted(extra)[:5]} ({len(extra)})"
         )

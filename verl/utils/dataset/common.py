@@ -10,7 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
+
+from verl.utils.config import to_tree
 
 __all__ = [
     "as_plain_dict",
@@ -153,16 +155,18 @@ def render_chat(
         ValueError: the template refuses the conversation.
     """
     try:
-        return tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
+        return text
     except Exception as error:  # templates raise what they like: jinja errors, TypeErrors, their own
         raise ValueError(f"{where}: the chat template of {tokenizer.name_or_path!r} failed: {error}") from error
 
 
 def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     """Token ids of rendered chats: nothing is added, the template has put in every special token."""
-    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def require_truncation(truncation: str) -> None:
@@ -208,6 +212,6 @@ def iter_chunks(items: Sequence, size: int = 1024) -> Iterator[Sequence]:
 
 def as_plain_dict(value: Mapping[str, Any] | None) -> dict[str, Any]:
     """A dict out of a mapping or None; OmegaConf nodes are resolved, at every depth."""
-    if OmegaConf.is_config(value):
-        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, DictConfig):
+        return to_tree(value)
     return dict(value or {})

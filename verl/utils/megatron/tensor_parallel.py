@@ -177,4 +177,6 @@ def vocab_parallel_token_columns(
 def vocab_parallel_entropy(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """Entropy [t] in nats of each row of ``logits`` [t, vocab / tp]; keywords as the combined function's."""
     labels = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-    return vocab_parallel_log_probs_and_entropy(logits, labels, calculate_entropy=True, **kwargs)[1]
+    entropy = vocab_parallel_log_probs_and_entropy(logits, labels, calculate_entropy=True, **kwargs)[1]
+    assert entropy is not None  # it was asked for
+    return entropy

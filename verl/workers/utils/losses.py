@@ -56,7 +56,8 @@ def loss_token_count(data: TensorDict) -> torch.Tensor:
         0-d int64 tensor on the batch's device.
     """
     if "response_mask" in data.keys():
-        return (data["response_mask"] != 0).sum()
+        response_mask: torch.Tensor = data["response_mask"]
+        return (response_mask != 0).sum()
     return _next_token_mask(data["loss_mask"]).sum()
 
 
