@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.preflight import run_hydra
+from verl.trainer.dry_run.command import run_command
 from verl.trainer.ppo.preflight_offline import validate_evaluation_config
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Read the command line, check it, score; exits non-zero on any failure."""
-    run_hydra(prepare, "evaluation")
+    run_command(prepare, "evaluation")
 
 
 def prepare(config: DictConfig) -> Callable[[], None]:

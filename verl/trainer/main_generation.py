@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl.trainer.dry_run.command import run_command
 from verl.trainer.main_ppo import check_local_cpus, start_ray, stop_ray
-from verl.trainer.ppo.preflight import run_hydra
 from verl.trainer.ppo.preflight_offline import validate_generation_config
 from verl.utils.device import DEVICE_ENV
 
@@ -24,7 +24,7 @@ NCCL_TIMEOUT_S = 600
 
 def main() -> None:
     """Read the command line, check it, generate; exits non-zero on any failure."""
-    run_hydra(prepare, "generation")
+    run_command(prepare, "generation")
 
 
 def prepare(config: DictConfig) -> Callable[[], None]:

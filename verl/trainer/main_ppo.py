@@ -15,7 +15,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.preflight import run_hydra, validate_ppo_config
+from verl.trainer.dry_run.command import run_command
+from verl.trainer.ppo.preflight import validate_ppo_config
 from verl.utils.device import DEVICE_ENV
 
 RAY_START_TIMEOUT_S = 180.0
@@ -23,7 +24,7 @@ RAY_START_TIMEOUT_S = 180.0
 
 def main() -> None:
     """Read the command line, check it, train; exits non-zero on any failure."""
-    run_hydra(prepare, "ppo_trainer")
+    run_command(prepare, "ppo_trainer")
 
 
 def prepare(config: DictConfig) -> Callable[[], None]:

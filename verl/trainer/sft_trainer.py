@@ -15,7 +15,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.trainer.ppo.preflight import run_hydra, validate_sft_config
+from verl.trainer.dry_run.command import run_command
+from verl.trainer.ppo.preflight import validate_sft_config
 from verl.utils.device import DEVICE_ENV
 
 CONFIG_NAME = "sft_trainer_engine"
@@ -23,7 +24,7 @@ CONFIG_NAME = "sft_trainer_engine"
 
 def main() -> None:
     """Read the command line, check it, train; exits non-zero on any failure."""
-    run_hydra(prepare, CONFIG_NAME)
+    run_command(prepare, CONFIG_NAME)
 
 
 def prepare(config: DictConfig) -> Callable[[], None]:

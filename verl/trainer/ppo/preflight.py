@@ -52,6 +52,8 @@ from verl.trainer.ppo.preflight_files import (
     check_reward_file,
     open_data_files,
 )
+from verl.trainer.ppo.preflight_model import check_ppo_models, check_sft_model
+from verl.trainer.ppo.preflight_overrides import check_ppo_overrides, check_sft_overrides
 from verl.trainer.ppo.preflight_regime import check_guards
 from verl.trainer.ppo.preflight_sampling import check_filter_groups
 from verl.utils.config import (
@@ -378,7 +380,7 @@ def _check_common(tree: dict, config_name: str, errors: list[str]) -> None:
             errors.append(f"trainer.resume_from_path={path!r} is not a folder; resume_mode='resume_path' needs one")
 
 
-def _all_positive(tree: dict, keys: tuple[str, ...]) -> bool:
+def all_positive(tree: Mapping, keys: tuple[str, ...]) -> bool:
     """Whether numbers can be divided by these; those that cannot are reported by the checks of single values."""
     return all(value is None or (is_of_type(value, int) and value > 0) for value in (get(tree, key) for key in keys))
 
@@ -404,6 +406,7 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     _check_tables(tree, tables.MODEL_REFUSED, MODEL, errors)
     _check_tables(tree, tables.CHECKPOINT_REFUSED, f"{ACTOR}.checkpoint", errors)
     _check_tables(tree, tables.PPO_REFUSED, "", errors)
+    errors += check_ppo_overrides(tree)
     errors += check_algorithm(tree)
     problem = reward_kwargs_problem(
         get(tree, "reward.reward_manager.name"),
@@ -411,9 +414,9 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
         get(tree, "data.max_response_length"),
     )
     errors += (problem or "").splitlines()
-    if _all_positive(tree, ("data.gen_batch_size", f"{ROLLOUT}.n")):
+    if all_positive(tree, ("data.gen_batch_size", f"{ROLLOUT}.n")):
         errors += check_filter_groups(tree)
-    if _all_positive(tree, tables.DIVISORS["ppo_trainer"]):
+    if all_positive(tree, tables.DIVISORS["ppo_trainer"]):
         _check_ppo_layout(tree, errors)
     # What the reference model copies from the actor is wrong once, not twice.
     errors[:] = [error for error in errors if error.replace(f"{REF}.", f"{ACTOR}.") not in errors or REF not in error]
@@ -430,6 +433,7 @@ def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
     errors += check_layout(engine, ENGINE, world_size, "trainer.nnodes x trainer.n_gpus_per_node")
     errors += check_model_options(engine, ENGINE, MODEL, padding_free)
     errors += check_guards(engine, ENGINE, get(tree, MODEL), MODEL, get(tree, f"{ACTOR}.loss_agg_mode"))
+    errors += check_ppo_models(tree)
     if uses_reference(tree):
         ref = get(tree, f"{REF}.megatron")
         for name in tables.LAYOUT_FIELDS:
@@ -475,7 +479,8 @@ def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> 
     _check_tables(tree, tables.MODEL_REFUSED, "model", errors)
     _check_tables(tree, tables.CHECKPOINT_REFUSED, "checkpoint", errors)
     _check_tables(tree, tables.SFT_REFUSED, "", errors)
-    if not _all_positive(tree, tables.DIVISORS["sft_trainer_engine"]):
+    errors += check_sft_overrides(tree)
+    if not all_positive(tree, tables.DIVISORS["sft_trainer_engine"]):
         return
     engine, padding_free = tree["engine"], tree["model"]["use_remove_padding"]
     world_size, words = int(env.get("WORLD_SIZE", 0)), "WORLD_SIZE"
@@ -485,6 +490,7 @@ def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> 
     errors += check_layout(engine, "engine", world_size, words)
     errors += check_model_options(engine, "engine", "model", padding_free)
     errors += check_guards(engine, "engine", tree["model"], "model", None)
+    errors += check_sft_model(tree)
     if world_size % model_parallel_size(engine) == 0:
         errors += check_sft_batches(tree, world_size // model_parallel_size(engine))
 

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two forms of a dry run's report: text to read, and one JSON object."""
+
+import json
+import textwrap
+from dataclasses import asdict
+from typing import Any
+
+from verl.trainer.dry_run.batches import BatchReport, MicroBatches, Schedule, Steps, Updates
+from verl.trainer.dry_run.layout import LayoutReport, describe_groups
+from verl.trainer.dry_run.offline import OfflineReport
+from verl.trainer.dry_run.regime import RegimeReport
+from verl.trainer.dry_run.report import Report
+
+_WIDTH, _LABEL = 118, 18
+
+
+def as_json(report: Report) -> str:
+    """The report as one JSON object; its keys are listed in docs/start/dry_run.md."""
+    tree = {"ok": not report.errors, "exit_code": report.exit_code} | asdict(report)
+    for regime, source in zip(tree["regimes"], report.regimes, strict=True):
+        regime["means"] = source.means
+    return json.dumps(tree, indent=1, default=str)
+
+
+def as_text(report: Report) -> str:
+    """The report in words, a section at a time, what is wrong at the end."""
+    lines = [f"Dry run of {report.command}: nothing is started."]
+    if report.layout is not None:
+        lines += _section("Layout", _layout_rows(report.layout))
+    if report.batches is not None:
+        lines += _section("One step", _step_rows(report.batches))
+        lines += _section("Tokens", _token_rows(report.batches))
+        lines += _section("Run", _run_rows(report.batches))
+    if report.offline is not None:
+        lines += _section("Work", _offline_rows(report.offline))
+    if report.regimes:
+        lines += _section("Loss scaling", [row for regime in report.regimes for row in _regime_rows(regime)])
+    changed = [("", f"{key.key}={_value(key.value)}  (default {_value(key.default)})") for key in report.changed]
+    lines += _section("Keys that differ from their defaults", changed)
+    unread = [("", f"{key.key}={_value(key.value)}: {key.reason}") for key in report.unread]
+    lines += _section("Keys that are set and have no effect here", unread)
+    lines += _section("Notes", [("", note) for note in report.notes])
+    if report.errors:
+        number = len(report.errors)
+        title = "1 error" if number == 1 else f"{number} errors"
+        lines += _section(title, [("", error) for error in report.errors])
+    else:
+        lines += ["", "Nothing is wrong."]
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", title]
+    for label, text in rows:
+        first = f"  {label:<{_LABEL}}" if label else "  "
+        rest = " " * (_LABEL + 2) if label else "    "
+        lines += textwrap.wrap(
+            text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        )
+    return lines
+
+
+def _layout_rows(layout: LayoutReport) -> list[tuple[str, str]]:
+    world = f"{layout.world_size} ranks (trainer.nnodes {layout.nodes} x trainer.n_gpus_per_node"
+    world += f" {layout.ranks_per_node})"
+    data = "?" if layout.data is None else layout.data
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {data}"
+    rows = [("world", f"{world} = {sizes}" if layout.data else f"{world} do not divide into {sizes}")]
+    etp, ep, pp = layout.expert_tensor, layout.expert, layout.pipeline
+    edp = "?" if layout.expert_data is None else layout.expert_data
+    sizes = f"expert tensor {etp} x expert {ep} x pipeline {pp} x expert data {edp}"
+    equal = "=" if layout.expert_data else "do not divide into"
+    rows.append(("experts", f"{layout.world_size} ranks {equal} {sizes}; in a model without experts nothing differs"))
+    for groups in layout.groups:
+        if groups.size > 1:
+            name = groups.name.replace("_", " ")
+            rows.append((name, f"{groups.size} ranks {groups.what}: {describe_groups(groups)}"))
+    if layout.stages is None:
+        rows.append(("layers", f"not known: {layout.stages_unknown}"))
+    else:
+        rows.append(("layers", _stages(layout)))
+    rows.append(("sequence", f"parallel: {'yes' if layout.sequence_parallel else 'no (tensor 1, or off)'}"))
+    rows.append(("each process", "holds " + "; ".join(layout.roles)))
+    return rows + [("", note) for note in layout.notes]
+
+
+def _stages(layout: LayoutReport) -> str:
+    stages = layout.stages or ()
+    if len(stages) == 1:
+        return f"{stages[0]}, all in one stage"
+    words = f"{sum(stages)} = {' + '.join(map(str, stages))} over the pipeline stages"
+    if layout.virtual_pipeline:
+        words += f", each in {layout.virtual_pipeline} chunks"
+    return words
+
+
+def _number(value: int | None) -> str:
+    return "?" if value is None else str(value)
+
+
+def _step_rows(batches: BatchReport) -> list[tuple[str, str]]:
+    if batches.items == "prompts":
+        n = batches.responses_per_prompt
+        step = f"{batches.items_per_step} prompts (data.train_batch_size) x {n} responses (actor_rollout_ref.rollout.n)"
+        step += f" = {batches.rows_per_step} responses"
+        rows = [("batch", step)]
+        rows += [(updates.name, _ppo_updates(updates, batches)) for updates in batches.updates]
+    else:
+        step = f"{batches.items_per_step} conversations (data.train_batch_size), one update"
+        rows = [("batch", step)]
+        rows += [("one rank", _share(updates.micro_batches, batches)) for updates in batches.updates]
+    return rows + [(part.name, _share(part, batches)) for part in batches.passes]
+
+
+def _ppo_updates(updates: Updates, batches: BatchReport) -> str:
+    mini, n = updates.mini_batch_prompts, batches.responses_per_prompt
+    if updates.mini_batches is None:
+        count = f"{batches.items_per_step} prompts do not divide into mini-batches of {mini}"
+    else:
+        count = f"{batches.items_per_step} / {mini} (ppo_mini_batch_size) = {updates.mini_batches} mini-batches x "
+        count += f"{updates.epochs} (ppo_epochs) = {updates.updates_per_step} updates"
+    rows = f"a mini-batch is {mini} x {n} = {updates.mini_batch_responses} responses"
+    return f"{count}; {rows}; {_share(updates.micro_batches, batches, updates.mini_batch_responses)}"
+
+
+def _share(part: MicroBatches, batches: BatchReport, rows: int | None = None) -> str:
+    """What one data-parallel rank gets, and its micro-batches."""
+    total, dp = batches.rows_per_step if rows is None else rows, batches.data_parallel
+    unit = "conversations" if batches.items == "conversations" else "responses"
+    if part.rows is None:
+        return f"{total} {unit} do not divide over {_number(dp)} data-parallel ranks"
+    share = f"{total} / {dp} data-parallel ranks = {part.rows} {unit} a rank"
+    if part.dynamic:
+        return f"{share}, in {_count(part)} by tokens"
+    if part.size is None:
+        return f"{share}; {part.size_key} is not set"
+    return f"{share} / {part.size} ({part.size_key}) = {_count(part)}"
+
+
+def _count(part: MicroBatches) -> str:
+    if part.least is None:
+        return "? micro-batches"
+    plural = "micro-batch" if part.most == 1 else "micro-batches"
+    return f"{part.least} to {part.most} {plural}" if part.least != part.most else f"{part.most} {plural}"
+
+
+def _token_rows(batches: BatchReport) -> list[tuple[str, str]]:
+    rows = [
+        ("longest sequence", f"{batches.longest} tokens = {batches.longest_formula}"),
+        ("padding", f"each sequence to a multiple of {batches.padding_multiple} (tensor x 2 x context; tensor alone"),
+    ]
+    rows[1] = ("padding", f"{rows[1][1]} without context parallelism)")
+    for part in [*(updates.micro_batches for updates in batches.updates), *batches.passes]:
+        if part.dynamic:
+            rows.append((part.name, _budget(part)))
+    return rows
+
+
+def _budget(part: MicroBatches) -> str:
+    if part.tokens is None or part.tokens_times_cp is None:
+        return f"{part.budget_key} is not set"
+    factor = part.tokens_times_cp // part.tokens
+    words = f"{part.tokens} a rank ({part.budget_key}) x context {factor} = {part.tokens_times_cp} a micro-batch"
+    if part.tokens_times_cp < part.longest:
+        return f"{words}, less than the longest sequence"
+    words += f", so at least {part.tokens_times_cp // part.longest} sequences of the longest kind"
+    if part.least is not None:
+        words += f"; {part.rows} sequences make {_count(part)}"
+    return words
+
+
+def _run_rows(batches: BatchReport) -> list[tuple[str, str]]:
+    rows = [("steps", _steps(batches.steps, batches.items))]
+    rows += [(_schedule_name(schedule), _schedule(schedule)) for schedule in batches.schedules]
+    return rows + [("", note) for note in batches.notes]
+
+
+def _steps(steps: Steps, items: str) -> str:
+    if steps.rows is None:
+        total = "" if steps.total_steps is None else f"; {steps.total_steps} steps in all ({steps.total_key})"
+        return f"the rows of data.train_files are not known{total}"
+    used = "" if steps.rows_used == steps.rows else f", of which {steps.rows_used} (data.train_max_samples) are used"
+    words = f"{steps.rows} {items} in data.train_files{used}; / {steps.batch_size} ({steps.batch_key}) = "
+    words += f"{_number(steps.steps_per_epoch)} steps an epoch"
+    if steps.total_key == "trainer.total_epochs":
+        words += f" x {steps.epochs} (trainer.total_epochs) = {_number(steps.total_steps)} steps"
+    else:
+        words += f"; {_number(steps.total_steps)} steps in all (trainer.total_training_steps)"
+    if steps.may_shrink:
+        words += "; data.filter_overlong_prompts drops prompts that are not counted here, so there may be fewer"
+    return words
+
+
+def _schedule_name(schedule: Schedule) -> str:
+    return "critic's rate" if schedule.key.startswith("critic") else "learning rate"
+
+
+def _schedule(schedule: Schedule) -> str:
+    words = f"{schedule.lr:g} ({schedule.key}.lr) after {_number(schedule.warmup_steps)} steps of warm-up, then "
+    if schedule.style == "constant":
+        return words + "constant"
+    return words + f"{schedule.style} to {schedule.min_lr:g} at step {_number(schedule.decay_steps)}"
+
+
+def _regime_rows(report: RegimeReport) -> list[tuple[str, str]]:
+    state = {True: "on", False: "off", None: "not known"}[report.regime.per_token]
+    rows = [
+        (report.key.split(".")[-2] if "." in report.key else "model", f"calculate_per_token_loss is {state}: "),
+        ("that means", report.means),
+    ]
+    rows[0] = (rows[0][0], rows[0][1] + report.regime.why)
+    refused = [guard.combination for guard in report.guards if guard.refuses]
+    allowed = [guard.combination for guard in report.guards if guard.present and not guard.refuses]
+    words = "on" if report.guards_on else f"lifted ({report.key}.per_token_loss_guards=False)"
+    words += ", refusing " + " and ".join(guard.combination for guard in report.guards) + " where the flag is on"
+    if refused:
+        words += f"; here they refuse {' and '.join(refused)}"
+    elif allowed:
+        words += f"; here {' and '.join(allowed)} is set and not refused"
+    else:
+        words += "; here they refuse nothing"
+    return [*rows, ("guards", words)]
+
+
+def _offline_rows(offline: OfflineReport) -> list[tuple[str, str]]:
+    if offline.workers is None:
+        rows = [("rows", f"{_number(offline.rows)} in data.path")]
+    else:
+        used = (
+            "" if offline.rows_used == offline.rows else f", of which {offline.rows_used} (data.max_samples) are used"
+        )
+        rows = [
+            ("prompts", f"{_number(offline.rows)} in data.path{used}"),
+            ("responses", f"{_number(offline.rows_used)} x {offline.samples} (data.n_samples) = "),
+            (
+                "batches",
+                f"{offline.batch_size} prompts (data.batch_size) at a time, {_number(offline.batches)} times; "
+                f"{offline.batch_size} x {offline.samples} / {offline.workers} workers = "
+                f"{offline.rows_per_worker} responses a worker at most",
+            ),
+            ("workers", f"{offline.workers} (trainer.nnodes x trainer.n_gpus_per_node), each with a whole copy"),
+            ("longest", f"{offline.longest} tokens = rollout.prompt_length + rollout.response_length"),
+        ]
+        rows[1] = (rows[1][0], rows[1][1] + _number(offline.responses))
+    return [*rows, ("output", _value(offline.output))]

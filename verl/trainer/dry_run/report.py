@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a dry run tells, as one object."""
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.trainer.dry_run.batches import (
+    BatchReport,
+    describe_ppo_batches,
+    describe_sft_batches,
+    warmup_problems,
+)
+from verl.trainer.dry_run.layout import LayoutReport, describe_layout
+from verl.trainer.dry_run.offline import OfflineReport, describe_evaluation, describe_generation
+from verl.trainer.dry_run.regime import RegimeReport, describe_regimes
+from verl.trainer.ppo import preflight_tables as tables
+from verl.trainer.ppo.preflight import (
+    ACTOR,
+    ENGINE,
+    MODEL,
+    Findings,
+    all_positive,
+    check_ppo_config,
+    check_sft_config,
+    uses_reference,
+)
+from verl.trainer.ppo.preflight_batch import get
+from verl.trainer.ppo.preflight_critic import uses_critic
+from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
+from verl.utils.config import compose_config, flatten
+from verl.utils.hf_config import find_hf_config
+
+COMMANDS = {
+    "ppo_trainer": "verl.trainer.main_ppo",
+    "sft_trainer_engine": "verl.trainer.sft_trainer",
+    "generation": "verl.trainer.main_generation",
+    "evaluation": "verl.trainer.main_eval",
+}
+_CHECKS = {
+    "ppo_trainer": check_ppo_config,
+    "sft_trainer_engine": check_sft_config,
+    "generation": check_generation_config,
+    "evaluation": check_evaluation_config,
+}
+
+
+@dataclass(frozen=True)
+class ChangedKey:
+    """A key whose value, as written, is not the shipped one."""
+
+    key: str
+    value: Any
+    default: Any
+
+
+@dataclass(frozen=True)
+class UnreadKey:
+    """A key that is set and has no effect here, and why."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command would do. Sections that the command does not have, or that cannot be told, are None or empty."""
+
+    command: str
+    errors: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    layout: LayoutReport | None = None
+    batches: BatchReport | None = None
+    regimes: tuple[RegimeReport, ...] = ()
+    offline: OfflineReport | None = None
+    changed: tuple[ChangedKey, ...] = ()
+    unread: tuple[UnreadKey, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing is wrong, else 2."""
+        return 2 if self.errors else 0
+
+
+def build_report(config: DictConfig | None, config_name: str, refused: Sequence[str] = ()) -> Report:
+    """Check a config and describe what it asks for.
+
+    Args:
+        config: composed by hydra; None if that was not possible.
+        config_name: its name in ``verl/trainer/config``.
+        refused: what hydra said of arguments that are left out of ``config``.
+    """
+    command = COMMANDS[config_name]
+    if config is None:
+        return Report(command, tuple(refused))
+    try:
+        found = _CHECKS[config_name](config, is_dry_run=True)
+    except ValueError as error:  # an interpolation that leads nowhere
+        return Report(command, (*refused, *str(error).splitlines()), changed=changed_keys(config, config_name))
+    key_errors = [*refused, *found.key_errors]
+    errors = [error for error in found.errors if not is_consequence(error, key_errors)]
+    tree, notes = with_usable_numbers(found.tree, found.defaults, config_name)
+    parts = _describe(tree, config_name, found)
+    if parts.get("batches") is not None:
+        errors += warmup_problems(parts["batches"], tree)
+    return Report(
+        command=command,
+        errors=tuple(dict.fromkeys([*key_errors, *errors])),
+        notes=(*_repair_notes(found), *notes, *found.notes, *_place_notes(tree, config_name)),
+        changed=changed_keys(config, config_name),
+        unread=tuple(UnreadKey(key, value, why) for key, value, why in found.no_effect),
+        **parts,
+    )
+
+
+def _describe(tree: dict, config_name: str, found: Findings) -> dict[str, Any]:
+    if config_name == "evaluation":
+        return {"offline": describe_evaluation(tree)}
+    trainer = tree["trainer"]
+    nodes, per_node = trainer["nnodes"], trainer["n_gpus_per_node"]
+    if config_name == "generation":
+        return {"offline": describe_generation(tree, nodes * per_node)}
+    if config_name == "sft_trainer_engine":
+        engines = [("engine", tree["engine"], "model", tree["model"], None)]
+        roles: tuple[str, ...] = ("its share of the model, which is trained",)
+    else:
+        engines = [(ENGINE, get(tree, ENGINE), MODEL, get(tree, MODEL), get(tree, f"{ACTOR}.loss_agg_mode"))]
+        roles = ppo_roles(tree)
+        if uses_critic(tree):
+            critic = tree["critic"]
+            engines.append(
+                ("critic.megatron", critic["megatron"], "critic.model", critic["model"], critic["loss_agg_mode"])
+            )
+    path, engine, _, model, _ = engines[0]
+    layout = describe_layout(engine, path, nodes, per_node, _num_layers(model), roles)
+    if config_name == "ppo_trainer":
+        batches = describe_ppo_batches(tree, layout.data, uses_reference(tree))
+    else:
+        batches = describe_sft_batches(tree, layout.data)
+    return {"layout": layout, "batches": batches, "regimes": tuple(describe_regimes(engines))}
+
+
+def ppo_roles(tree: Mapping) -> tuple[str, ...]:
+    """What every process of a PPO run holds."""
+    roles = ["its share of the actor, which is trained"]
+    if uses_reference(tree):
+        roles.append("its share of the reference model (the actor's first weights, frozen)")
+    if uses_critic(tree):
+        roles.append("its share of the critic, which is trained")
+    name = get(tree, "actor_rollout_ref.rollout.name")
+    return (*roles, f"a whole copy of the model for the rollout ({name}), which is not sharded")
+
+
+def _num_layers(model: Mapping) -> int | None:
+    config, _ = find_hf_config(model)
+    if config is None:
+        return None
+    nested = config.get("text_config")
+    layers = (nested if isinstance(nested, Mapping) else config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else None
+
+
+def is_consequence(error: str, causes: Iterable[str]) -> bool:
+    """Whether a sentence is about a key that has its default only because what was meant for it cannot be read."""
+    for cause in causes:
+        suspects = {cause.split("=")[0].split(" ")[0]} | set(re.findall(r"Did you mean ([\w.]+)\?", cause))
+        for suspect in suspects:
+            leaf = suspect.rpartition(".")[2]
+            names = re.findall(r"[\w.]*\w", error)
+            if suspect in names or ("_" in leaf and any(name.rpartition(".")[2] == leaf for name in names)):
+                return True
+    return False
+
+
+def with_usable_numbers(tree: dict, defaults: dict, config_name: str) -> tuple[dict, list[str]]:
+    """``tree`` with defaults in place of counts and sizes that are not positive, and a note for each of these."""
+    notes, usable = [], tree
+    for key in tables.DIVISORS.get(config_name, tables.AT_LEAST_ONE.get(config_name, ())):
+        if all_positive(tree, (key,)) and (get(tree, key) is not None or get(defaults, key) is None):
+            continue
+        if usable is tree:
+            usable = copy.deepcopy(tree)
+        parent, _, leaf = key.rpartition(".")
+        get(usable, parent)[leaf] = get(defaults, key)
+        notes.append(f"the numbers are those of {key}={get(defaults, key)}, the default, for {get(tree, key)!r}")
+    return usable, notes
+
+
+def _repair_notes(found: Findings) -> list[str]:
+    known = flatten(found.defaults)
+    return [
+        f"the numbers are those of {key}={known[key]!r}, the default" for key in sorted(found.bad_keys) if key in known
+    ]
+
+
+def _place_notes(tree: Mapping, config_name: str) -> list[str]:
+    """What depends on the machine that the command will run on, and is not checked."""
+    notes = []
+    if config_name == "sft_trainer_engine" and tree["trainer"]["nnodes"] > 1:
+        notes.append(f"trainer.nnodes={tree['trainer']['nnodes']} needs torchrun on every node")
+    folder = tree["trainer"].get("default_local_dir")
+    if folder:
+        notes.append(f"not checked: whether trainer.default_local_dir={Path(folder)} can be written to")
+    return notes
+
+
+def changed_keys(config: DictConfig, config_name: str) -> tuple[ChangedKey, ...]:
+    """The keys that were written, with their values; what follows another key is not listed."""
+    given = flatten(OmegaConf.to_container(config, resolve=False))
+    shipped = flatten(OmegaConf.to_container(compose_config(config_name), resolve=False))
+    return tuple(
+        ChangedKey(key, value, shipped.get(key))
+        for key, value in given.items()
+        if (key not in shipped or value != shipped[key]) and key != "trainer.dry_run"
+    )
