@@ -57,6 +57,16 @@ DTYPES = ("bfloat16", "float32", "float64")
 
 ROLLOUTS = ("hf",)
 
+# Fields of override_transformer_config that only Ascend NPUs' fork of megatron-core has.
+NPU_FIELDS = (
+    "use_ascend_gdn",
+    "use_flash_attn",
+    "use_fused_rmsnorm",
+    "use_fused_swiglu",
+    "use_naive_l2norm",
+    "use_triton_gdn",
+)
+
 CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
