@@ -1,30 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a tiny random Qwen3-MoE in Hugging Face format: `python3 scripts/init_random_model.py --out DIR --seed 0`."""
+"""Write a tiny random model in Hugging Face format: `python3 scripts/init_random_model.py --out DIR --family qwen3`.
+
+Families: qwen3_moe (the quickstart's), qwen2 (Qwen2.5), qwen3, deepseek_v3 (latent attention, MoE) and mimo (with
+multi-token prediction; its folder holds model code, so open it with trust_remote_code=True). A size that is not given
+is the family's own default.
+"""
 
 import argparse
+import inspect
 from collections.abc import Sequence
 
-from verl.utils.tiny_model import save_tiny_qwen3_moe
+from verl.utils.tiny_model import FAMILIES
+
+SIZES = {
+    "layers": "decoder layers",
+    "hidden": "hidden size",
+    "heads": "attention heads",
+    "kv_heads": "key/value heads",
+    "head_dim": "size of a head",
+    "intermediate": "width of a dense layer",
+    "experts": "experts of a MoE layer",
+    "experts_per_token": "experts that a token goes to",
+    "moe_intermediate": "width of one expert",
+    "mtp_layers": "multi-token prediction layers",
+    "vocab": "tokens, special ones included",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line and write the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen3_moe")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=128, help="hidden size")
-    parser.add_argument("--heads", type=int, default=4, help="attention heads")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
-    parser.add_argument("--head-dim", type=int, default=32)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--experts-per-token", type=int, default=2)
-    parser.add_argument("--moe-intermediate", type=int, default=128, help="width of one expert")
-    parser.add_argument("--vocab", type=int, default=64, help="tokens, special ones included")
+    for name, meaning in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=meaning)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float64"), default="float32")
-    sizes = vars(parser.parse_args(argv))
-    folder = save_tiny_qwen3_moe(sizes.pop("out"), **sizes)
-    print(f"wrote a random Qwen3-MoE to {folder}")
+    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    folder, family = given.pop("out"), given.pop("family")
+    unknown = [name for name in given if name not in inspect.signature(FAMILIES[family]).parameters]
+    if unknown:
+        parser.error(f"--family {family} has no --{unknown[0].replace('_', '-')}")
+    print(f"wrote a random {family} to {FAMILIES[family](folder, **given)}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 
 from verl.utils.device import get_device_name
 from verl.utils.quiet import quiet_imports
+from verl.workers.config.names import NPU_FIELDS
 
 __all__ = [
     "build_provider",
@@ -211,7 +212,7 @@ def _mtp_settings(provider: Any, mtp_config: Any) -> dict[str, Any]:
 def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
     prefix = "override_transformer_config"
     for name in overrides:
-        if not hasattr(provider, name):
+        if not hasattr(provider, name) and name not in NPU_FIELDS:
             near = difflib.get_close_matches(name, list(vars(provider)), n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{prefix}.{name}: the transformer configuration has no such field{hint}")
@@ -237,24 +238,32 @@ def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
 def _local_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from verl.models.mcore.attention import LocalCoreAttention
-
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     for layer in block.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = LocalCoreAttention
+        _use_local_attention(config, layer)
     return block
+
+
+def _use_local_attention(config: Any, layer: Any) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from verl.models.mcore.attention import LocalCoreAttention
+
+    parts = layer.submodules.self_attention.submodules
+    parts.core_attention = LocalCoreAttention
+    # Latent attention without compressed queries has no norm for them, whatever the local specification says.
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        parts.q_layernorm = IdentityOp
 
 
 def _local_decoder_layer(config: Any) -> Any:
     """The last decoder layer, whatever the pipeline stage: the layer inside each depth of multi-token prediction."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
 
-    from verl.models.mcore.attention import LocalCoreAttention
-
     layer = get_gpt_decoder_layer_specs(config, use_transformer_engine=False, normalization=config.normalization)[-1]
-    layer.submodules.self_attention.submodules.core_attention = LocalCoreAttention
+    _use_local_attention(config, layer)
     return layer
 
 

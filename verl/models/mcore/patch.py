@@ -36,6 +36,8 @@ def apply_patches() -> None:
     _weigh_router_losses_by_whole_counts()
     _share_global_aux_loss()
     _count_real_tokens_for_expert_bias()
+    _leave_uncompressed_queries_without_norm()
+    _sum_gradients_of_shared_rotary_keys()
     _keep_float64_router_scores()
     _keep_float64_cross_entropy()
     _restore_torch_adam_state()
@@ -184,6 +186,64 @@ def _count_real_tokens_for_expert_bias() -> None:
         original(self, routing_map, padding_mask=padding_mask)
 
     TopKRouter._apply_expert_bias = apply
+
+
+def _leave_uncompressed_queries_without_norm() -> None:
+    """Latent attention without compressed queries (Moonlight, DeepSeek-V2-Lite) gets a norm that the models lack.
+
+    Where queries are not compressed there is nothing between the layer's norm and their projection; megatron-core
+    builds the projection with a second norm inside, whose weight no checkpoint holds, and fails without
+    TransformerEngine.
+    """
+    from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+    original = QKNormConfigResolver._resolve_mla_qk_layernorm
+
+    @functools.wraps(original)
+    def resolve(self: Any) -> Any:
+        if not self.has_q_lora:
+            with_norm = self._mla_fused_linear_or_default
+
+            def choose(module: Any, name: str) -> Any:
+                return (self._non_fused_or_default if name == "linear_q_proj" else with_norm)(module, name)
+
+            self._mla_fused_linear_or_default = choose
+        return original(self)
+
+    QKNormConfigResolver._resolve_mla_qk_layernorm = resolve
+
+
+def _sum_gradients_of_shared_rotary_keys() -> None:
+    """Latent attention over tensor-parallel ranks loses gradients where the down-projection is column parallel.
+
+    All heads share the rotated part of the keys, so that each rank has the gradient of its own heads only. Behind
+    TransformerEngine's replicated down-projection the parts are summed; behind a column-parallel one (the layers
+    without TransformerEngine) a rank keeps its own part. Here the output is handed on as the former would have it.
+    """
+    import torch
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_tensor_model_parallel_region,
+        scatter_to_sequence_parallel_region,
+    )
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    original = MLASelfAttention._qkv_down_projection
+
+    @functools.wraps(original)
+    def down(self: Any, hidden_states: torch.Tensor) -> tuple:
+        q_compressed, kv_combined = original(self, hidden_states)
+        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        if kv_combined.size(-1) != sum(widths):
+            kv_combined = gather_from_tensor_model_parallel_region(kv_combined)
+            if self.config.sequence_parallel:
+                kv_combined = scatter_to_sequence_parallel_region(kv_combined)
+            else:
+                latent, rotary = kv_combined.split(widths, dim=-1)
+                kv_combined = torch.cat([latent, copy_to_tensor_model_parallel_region(rotary)], dim=-1)
+        return q_compressed, kv_combined
+
+    MLASelfAttention._qkv_down_projection = down
 
 
 def _keep_float64_router_scores() -> None:
