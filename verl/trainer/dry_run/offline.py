@@ -52,7 +52,7 @@ def describe_generation(tree: Mapping, workers: int) -> OfflineReport:
         responses=None if used is None else used * n,
         batch_size=size,
         batches=None if used is None else ceil(used / size),
-        rows_per_worker=ceil(size * n / workers),
+        rows_per_worker=ceil((size if used is None else min(size, used)) * n / workers),
         longest=rollout["prompt_length"] + rollout["response_length"],
         output=data["output_path"],
     )

@@ -4,13 +4,13 @@
 import json
 import textwrap
 from dataclasses import asdict
-from typing import Any
 
 from verl.trainer.dry_run.batches import BatchReport, MicroBatches, Schedule, Steps, Updates
 from verl.trainer.dry_run.layout import LayoutReport, describe_groups
 from verl.trainer.dry_run.offline import OfflineReport
 from verl.trainer.dry_run.regime import RegimeReport
 from verl.trainer.dry_run.report import Report
+from verl.trainer.ppo.preflight_repair import value_in_words
 
 _WIDTH, _LABEL = 118, 18
 
@@ -36,9 +36,14 @@ def as_text(report: Report) -> str:
         lines += _section("Work", _offline_rows(report.offline))
     if report.regimes:
         lines += _section("Loss scaling", [row for regime in report.regimes for row in _regime_rows(regime)])
-    changed = [("", f"{key.key}={_value(key.value)}  (default {_value(key.default)})") for key in report.changed]
-    lines += _section("Keys that differ from their defaults", changed)
-    unread = [("", f"{key.key}={_value(key.value)}: {key.reason}") for key in report.unread]
+    changed = [
+        ("", f"{key.key}={value_in_words(key.value)}  (default {value_in_words(key.default)})")
+        for key in report.changed
+    ]
+    lines += _section(
+        "Keys that differ from their defaults", [("", f"{key}={value}  (default {old})") for key, value, old in changed]
+    )
+    unread = [("", f"{key.key}={value_in_words(key.value)}: {key.reason}") for key in report.unread]
     lines += _section("Keys that are set and have no effect here", unread)
     lines += _section("Notes", [("", note) for note in report.notes])
     if report.errors:
@@ -48,10 +53,6 @@ def as_text(report: Report) -> str:
     else:
         lines += ["", "Nothing is wrong."]
     return "\n".join(lines)
-
-
-def _value(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
@@ -249,4 +250,4 @@ def _offline_rows(offline: OfflineReport) -> list[tuple[str, str]]:
             ("longest", f"{offline.longest} tokens = rollout.prompt_length + rollout.response_length"),
         ]
         rows[1] = (rows[1][0], rows[1][1] + _number(offline.responses))
-    return [*rows, ("output", _value(offline.output))]
+    return [*rows, ("output", value_in_words(offline.output))]

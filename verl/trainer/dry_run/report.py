@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that a dry run tells, as one object."""
 
-import copy
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,11 @@ from verl.trainer.dry_run.batches import (
 from verl.trainer.dry_run.layout import LayoutReport, describe_layout
 from verl.trainer.dry_run.offline import OfflineReport, describe_evaluation, describe_generation
 from verl.trainer.dry_run.regime import RegimeReport, describe_regimes
-from verl.trainer.ppo import preflight_tables as tables
 from verl.trainer.ppo.preflight import (
     ACTOR,
     ENGINE,
     MODEL,
     Findings,
-    all_positive,
     check_ppo_config,
     check_sft_config,
     uses_reference,
@@ -33,6 +29,7 @@ from verl.trainer.ppo.preflight import (
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
+from verl.trainer.ppo.preflight_repair import is_consequence, value_in_words, with_usable_numbers
 from verl.utils.config import compose_config, flatten
 from verl.utils.hf_config import find_hf_config
 
@@ -105,14 +102,14 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
         return Report(command, (*refused, *str(error).splitlines()), changed=changed_keys(config, config_name))
     key_errors = [*refused, *found.key_errors]
     errors = [error for error in found.errors if not is_consequence(error, key_errors)]
-    tree, notes = with_usable_numbers(found.tree, found.defaults, config_name)
+    tree, unusable = with_usable_numbers(found.tree, found.defaults, config_name)
     parts = _describe(tree, config_name, found)
     if parts.get("batches") is not None:
         errors += warmup_problems(parts["batches"], tree)
     return Report(
         command=command,
         errors=tuple(dict.fromkeys([*key_errors, *errors])),
-        notes=(*_repair_notes(found), *notes, *found.notes, *_place_notes(tree, config_name)),
+        notes=(*_repair_notes(found, unusable), *found.notes, *_place_notes(tree, config_name)),
         changed=changed_keys(config, config_name),
         unread=tuple(UnreadKey(key, value, why) for key, value, why in found.no_effect),
         **parts,
@@ -166,36 +163,13 @@ def _num_layers(model: Mapping) -> int | None:
     return layers if isinstance(layers, int) else None
 
 
-def is_consequence(error: str, causes: Iterable[str]) -> bool:
-    """Whether a sentence is about a key that has its default only because what was meant for it cannot be read."""
-    for cause in causes:
-        suspects = {cause.split("=")[0].split(" ")[0]} | set(re.findall(r"Did you mean ([\w.]+)\?", cause))
-        for suspect in suspects:
-            leaf = suspect.rpartition(".")[2]
-            names = re.findall(r"[\w.]*\w", error)
-            if suspect in names or ("_" in leaf and any(name.rpartition(".")[2] == leaf for name in names)):
-                return True
-    return False
-
-
-def with_usable_numbers(tree: dict, defaults: dict, config_name: str) -> tuple[dict, list[str]]:
-    """``tree`` with defaults in place of counts and sizes that are not positive, and a note for each of these."""
-    notes, usable = [], tree
-    for key in tables.DIVISORS.get(config_name, tables.AT_LEAST_ONE.get(config_name, ())):
-        if all_positive(tree, (key,)) and (get(tree, key) is not None or get(defaults, key) is None):
-            continue
-        if usable is tree:
-            usable = copy.deepcopy(tree)
-        parent, _, leaf = key.rpartition(".")
-        get(usable, parent)[leaf] = get(defaults, key)
-        notes.append(f"the numbers are those of {key}={get(defaults, key)}, the default, for {get(tree, key)!r}")
-    return usable, notes
-
-
-def _repair_notes(found: Findings) -> list[str]:
+def _repair_notes(found: Findings, unusable: Sequence[str]) -> list[str]:
+    """For which keys the numbers of the report are not those of the command line."""
     known = flatten(found.defaults)
     return [
-        f"the numbers are those of {key}={known[key]!r}, the default" for key in sorted(found.bad_keys) if key in known
+        f"the numbers are those of {key}={value_in_words(known[key])}, the default"
+        for key in (*sorted(found.bad_keys), *unusable)
+        if key in known
     ]
 
 

@@ -16,7 +16,6 @@ syntax) and any ``ValueError`` of ``prepare`` goes to stderr as one sentence a p
 process exits with 2. ``prepare`` may return a function of no arguments, which is then called, or None.
 """
 
-import copy
 import functools
 import logging
 import os
@@ -55,6 +54,7 @@ from verl.trainer.ppo.preflight_files import (
 from verl.trainer.ppo.preflight_model import check_ppo_models, check_sft_model
 from verl.trainer.ppo.preflight_overrides import check_ppo_overrides, check_sft_overrides
 from verl.trainer.ppo.preflight_regime import check_guards
+from verl.trainer.ppo.preflight_repair import all_positive, is_consequence, with_defaults_at, with_usable_numbers
 from verl.trainer.ppo.preflight_sampling import check_filter_groups
 from verl.utils.config import (
     CONFIG_DIR,
@@ -201,7 +201,7 @@ def check_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None, i
     tree, defaults = found.tree, found.defaults
     found.errors += _check_not_torchrun(os.environ if env is None else env)
     if found.may_check(""):
-        _check_ppo_values(tree, found.errors)
+        _check_ppo_values(found)
     if found.may_check("data", "reward", MODEL):
         _check_ppo_files(tree, found.errors, found.notes if is_dry_run else None)
     found.no_effect = _changed(tree, defaults, _ppo_no_effect(tree, defaults))
@@ -221,7 +221,7 @@ def check_sft_config(config: DictConfig, env: Mapping[str, str] | None = None, i
     """`validate_sft_config` as findings; raises ``ValueError`` only for a config that cannot be read at all."""
     found = read_findings(config, "sft_trainer_engine", is_dry_run)
     if found.may_check(""):
-        _check_sft_values(found.tree, os.environ if env is None else env, found.errors)
+        _check_sft_values(found, os.environ if env is None else env)
     if found.may_check("data", "model"):
         _check_sft_files(found.tree, found.errors, found.notes if is_dry_run else None)
     reasons = _below("engine", tables.ENGINE_NO_EFFECT) | _below("model", tables.MODEL_NO_EFFECT)
@@ -238,32 +238,8 @@ def read_findings(config: DictConfig, config_name: str, is_dry_run: bool = False
     errors: list[str] = []
     tree, defaults, bad_keys = read_config(config, config_name, errors)
     if is_dry_run:
-        tree = _repaired(tree, defaults, bad_keys)
+        tree = with_defaults_at(tree, defaults, bad_keys)
     return Findings(tree, defaults, bad_keys, errors, is_dry_run=is_dry_run)
-
-
-def _repaired(tree: dict, defaults: dict, bad_keys: set[str]) -> dict:
-    """``tree`` with the defaults at the bad keys, and without those that have none."""
-    tree = copy.deepcopy(tree)
-    for key in sorted(bad_keys):
-        *parents, leaf = key.split(".")
-        node = tree
-        for parent in parents:
-            if not isinstance(node.get(parent), dict):
-                node[parent] = {}
-            node = node[parent]
-        value = get(defaults, key)
-        if value is None and not _is_key_of(defaults, key):
-            node.pop(leaf, None)
-        else:
-            node[leaf] = copy.deepcopy(value)
-    return tree
-
-
-def _is_key_of(defaults: dict, key: str) -> bool:
-    parent, _, leaf = key.rpartition(".")
-    node = get(defaults, parent) if parent else defaults
-    return isinstance(node, Mapping) and leaf in node
 
 
 def refuse_all(errors: list[str]) -> None:
@@ -380,11 +356,6 @@ def _check_common(tree: dict, config_name: str, errors: list[str]) -> None:
             errors.append(f"trainer.resume_from_path={path!r} is not a folder; resume_mode='resume_path' needs one")
 
 
-def all_positive(tree: Mapping, keys: tuple[str, ...]) -> bool:
-    """Whether numbers can be divided by these; those that cannot are reported by the checks of single values."""
-    return all(value is None or (is_of_type(value, int) and value > 0) for value in (get(tree, key) for key in keys))
-
-
 def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
     try:
         check_name(key, value, [name for name in known if name is not None])
@@ -392,7 +363,8 @@ def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
         errors.append(str(error))
 
 
-def _check_ppo_values(tree: dict, errors: list[str]) -> None:
+def _check_ppo_values(found: Findings) -> None:
+    tree, errors = found.tree, found.errors
     _check_common(tree, "ppo_trainer", errors)
     errors += check_presence(tree)
     for path in (ACTOR, ROLLOUT, MODEL, REF, "algorithm", *["critic"] * uses_critic(tree)):
@@ -416,10 +388,20 @@ def _check_ppo_values(tree: dict, errors: list[str]) -> None:
     errors += (problem or "").splitlines()
     if all_positive(tree, ("data.gen_batch_size", f"{ROLLOUT}.n")):
         errors += check_filter_groups(tree)
-    if all_positive(tree, tables.DIVISORS["ppo_trainer"]):
-        _check_ppo_layout(tree, errors)
+    _check_with_usable_numbers(found, "ppo_trainer", _check_ppo_layout)
     # What the reference model copies from the actor is wrong once, not twice.
     errors[:] = [error for error in errors if error.replace(f"{REF}.", f"{ACTOR}.") not in errors or REF not in error]
+
+
+def _check_with_usable_numbers(found: Findings, config_name: str, check: Callable[[dict, list[str]], None]) -> None:
+    """Call ``check`` if its numbers can be divided by; in a dry run also with defaults where they cannot."""
+    usable, wrong = with_usable_numbers(found.tree, found.defaults, config_name)
+    if not wrong:
+        check(usable, found.errors)
+    elif found.is_dry_run:
+        more: list[str] = []
+        check(usable, more)
+        found.errors += [error for error in more if not is_consequence(error, wrong)]
 
 
 def uses_reference(tree: Mapping) -> bool:
@@ -471,7 +453,8 @@ def _check_ppo_files(tree: dict, errors: list[str], notes: list[str] | None = No
         errors += check_critic_files(tree, notes)
 
 
-def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> None:
+def _check_sft_values(found: Findings, env: Mapping[str, str]) -> None:
+    tree, errors = found.tree, found.errors
     _check_common(tree, "sft_trainer_engine", errors)
     for path in ("model", "engine", "optim", "checkpoint"):
         check_section(tree, path, errors)
@@ -480,8 +463,10 @@ def _check_sft_values(tree: dict, env: Mapping[str, str], errors: list[str]) -> 
     _check_tables(tree, tables.CHECKPOINT_REFUSED, "checkpoint", errors)
     _check_tables(tree, tables.SFT_REFUSED, "", errors)
     errors += check_sft_overrides(tree)
-    if not all_positive(tree, tables.DIVISORS["sft_trainer_engine"]):
-        return
+    _check_with_usable_numbers(found, "sft_trainer_engine", functools.partial(_check_sft_layout, env=env))
+
+
+def _check_sft_layout(tree: dict, errors: list[str], env: Mapping[str, str]) -> None:
     engine, padding_free = tree["engine"], tree["model"]["use_remove_padding"]
     world_size, words = int(env.get("WORLD_SIZE", 0)), "WORLD_SIZE"
     if not world_size:
