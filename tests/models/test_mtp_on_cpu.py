@@ -111,7 +111,7 @@ def test_depths_are_counted_in_the_one_collective_of_the_step(monkeypatch: pytes
         {"input_ids": jagged([[5, 6, 7, 8, 9], [5, 6]]), "loss_mask": jagged([[0, 0, 1, 1, 1], [0, 1]])}, batch_size=[2]
     )
     counts = count_step(data, Pair(), mtp_depths=2)
-    assert len(calls) == 1 and calls[0].dtype == torch.int64 and calls[0].tolist() == [4, 7, 2, 3, 2]
+    assert len(calls) == 1 and calls[0].dtype == torch.int64 and calls[0].tolist() == [4, 7, 2, 0, 3, 2]
     assert counts.mtp_targets == (6, 4) and counts.routed_tokens == 14
     assert count_step(data, None).mtp_targets == ()
 

@@ -6,7 +6,12 @@ import torch
 from tensordict import TensorDict
 
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding, response_to_jagged
+from verl.workers.utils.padding import (
+    check_same_rows,
+    left_right_2_no_padding,
+    no_padding_2_padding,
+    response_to_jagged,
+)
 
 P, R = 4, 5
 # prompt and response tokens per row: odd and even lengths, a full row, a row with an empty response
@@ -166,5 +171,6 @@ def test_wrong_batches_are_named():
         left_right_2_no_padding(data)
     data = left_right_2_no_padding(_batch())
     other = tu.index_select_tensor_dict(data, [1, 0, 2, 3])
+    check_same_rows(data["input_ids"], data)
     with pytest.raises(ValueError, match="another batch"):
-        no_padding_2_padding(other["input_ids"], data)
+        check_same_rows(other["input_ids"], data)

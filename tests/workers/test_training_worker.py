@@ -3,6 +3,8 @@
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,10 @@ def build_worker(path: str, lr: float = 1e-3, **layout: Any) -> Any:
     worker = TrainingWorker(
         TrainingWorkerConfig(
             model_config=HFModelConfig(path=path),
-            engine_config=McoreEngineConfig(dtype="float32", **layout),
+            # A router loss has a gradient wherever a token is routed, trained or not.
+            engine_config=McoreEngineConfig(
+                dtype="float32", override_transformer_config={"moe_z_loss_coeff": 0.01}, **layout
+            ),
             optimizer_config=McoreOptimizerConfig(
                 lr=lr, min_lr=0.0, lr_warmup_steps=1, lr_decay_style="linear", total_training_steps=20, betas=(0.8, 0.9)
             ),
@@ -35,14 +40,32 @@ def build_worker(path: str, lr: float = 1e-3, **layout: Any) -> Any:
     return worker
 
 
-def own_rows(worker: Any, **settings: Any) -> Any:
-    batch = padded_batch()
+def own_rows(worker: Any, masked_rows: tuple[int, ...] = (), **settings: Any) -> Any:
+    batch = padded_batch(masked_rows=masked_rows)
     share = tu.chunk_tensordict(batch, worker.engine.get_data_parallel_size())[worker.engine.get_data_parallel_rank()]
     return tu.assign_non_tensor(left_right_2_no_padding(share), temperature=0.8, **settings)
 
 
 def weights_of(worker: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in worker.engine.get_per_tensor_param()[0]}
+
+
+@contextmanager
+def counted_norms() -> Iterator[list[float]]:
+    """The gradient norms that Megatron computes within the context."""
+    from megatron.core.optimizer import optimizer
+
+    stock, found = optimizer.get_grad_norm_fp32, []
+
+    def counted(*args: Any, **kwargs: Any) -> float:
+        found.append(stock(*args, **kwargs))
+        return found[-1]
+
+    optimizer.get_grad_norm_fp32 = counted
+    try:
+        yield found
+    finally:
+        optimizer.get_grad_norm_fp32 = stock
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -72,6 +95,9 @@ def in_world(rank: int, world: int, path: str, folder: str) -> dict[str, Any]:
     # A gradient that is not finite changes nothing.
     broken = own_rows(worker)
     broken["advantages"][0, 0] = math.inf
+    with counted_norms() as norms:
+        worker.train_batch(own_rows(worker, update_lr_scheduler=False))
+    results["norms in a step"] = len(norms)
     before = weights_of(worker)
     results["infinite"] = tu.get_non_tensor_data(worker.train_batch(broken), "metrics", {})
     results["moved_by_infinity"] = largest_difference(weights_of(worker), before)
@@ -79,9 +105,15 @@ def in_world(rank: int, world: int, path: str, folder: str) -> dict[str, Any]:
     worker.save_checkpoint(folder)
     worker.export_hf(os.path.join(folder, "hf"))
     saved = weights_of(worker)
+    # A step without a loss token leaves no trace: the resumed run below does not make it.
+    results["masked"] = tu.get_non_tensor_data(worker.train_batch(own_rows(worker, tuple(range(8)))), "metrics", {})
+    results["moved_by_masked"] = largest_difference(weights_of(worker), saved)
     for _ in range(2):
         worker.train_mini_batch(data)
     uninterrupted = weights_of(worker)
+    partly = own_rows(worker, (0, 1, 2, 3), mini_batch_size=4)
+    results["partly_masked"] = tu.get_non_tensor_data(worker.train_mini_batch(partly), "metrics", {})
+    after_partly = weights_of(worker)
     reset_megatron_state()
 
     for name, layout in {"cp2": {"context_parallel_size": 2}, "dp2": {}}.items():
@@ -92,6 +124,9 @@ def in_world(rank: int, world: int, path: str, folder: str) -> dict[str, Any]:
             for _ in range(2):
                 resumed.train_mini_batch(data)
             results["resumed"] = largest_difference(weights_of(resumed), uninterrupted)
+            trained = tu.index_select_tensor_dict(own_rows(resumed, (0, 1, 2, 3)), [4, 5, 6, 7])
+            results["trained_rows"] = tu.get_non_tensor_data(resumed.train_mini_batch(trained), "metrics", {})
+            results["with and without masked rows"] = largest_difference(weights_of(resumed), after_partly)
         reset_megatron_state()
 
     # Another rate than the saved run's: the configuration's counts.
@@ -138,6 +173,29 @@ def test_several_mini_batches_make_several_steps(results: tuple[dict[str, Any], 
 def test_a_gradient_that_is_not_finite_changes_nothing(results: tuple[dict[str, Any], Path]) -> None:
     assert not math.isfinite(results[0]["infinite"]["grad_norm"])
     assert results[0]["moved_by_infinity"] == 0
+
+
+@pytest.mark.gloo
+def test_the_gradient_norm_is_computed_once_a_step(results: tuple[dict[str, Any], Path]) -> None:
+    assert results[0]["norms in a step"] == 1
+
+
+@pytest.mark.gloo
+def test_a_step_without_a_loss_token_changes_nothing(results: tuple[dict[str, Any], Path]) -> None:
+    metrics = results[0]["masked"]
+    assert metrics.keys() == {"skipped_steps", "lr", "worker_seconds"} and metrics["skipped_steps"] == 1
+    assert results[0]["moved_by_masked"] == 0
+    assert results[0]["resumed"] == 0  # nor does it move Adam's state or the learning rate
+
+
+@pytest.mark.gloo
+def test_a_masked_mini_batch_is_no_step_and_dilutes_no_metric(results: tuple[dict[str, Any], Path]) -> None:
+    partly, trained = (dict(results[0][name]) for name in ("partly_masked", "trained_rows"))
+    assert partly.pop("skipped_steps") == 1
+    for metrics in (partly, trained):
+        del metrics["worker_seconds"]
+    assert partly == trained
+    assert results[0]["with and without masked rows"] == 0
 
 
 @pytest.mark.gloo

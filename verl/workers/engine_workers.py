@@ -2,7 +2,7 @@
 """What runs inside a worker process: a training engine behind calls that a controller can make."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -23,7 +23,7 @@ from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFunction
 from verl.workers.rollout import get_rollout_class
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import no_padding_2_padding
+from verl.workers.utils.padding import check_same_rows, no_padding_2_padding
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker"]
 
@@ -91,7 +91,8 @@ class TrainingWorker(Worker):
         absent), ``epochs``, ``seed``, ``dataloader_kwargs``. The learning rate advances once, after the last step.
 
         Returns:
-            a TensorDict whose ``metrics`` are those of all steps together; ``grad_norm`` is their mean.
+            a TensorDict whose ``metrics`` are those of all steps together; ``grad_norm`` is their mean. Steps without a
+            loss token change nothing and count in ``skipped_steps`` only; if all are such, the learning rate stays.
         """
         rows = data.batch_size[0]
         whole = tu.get_non_tensor_data(data, "mini_batch_size", None)
@@ -102,33 +103,31 @@ class TrainingWorker(Worker):
             tu.get_non_tensor_data(data, "seed", None),
             tu.get_non_tensor_data(data, "dataloader_kwargs", None),
         )
-        steps = []
-        with _timed() as seconds, self.engine.train_mode():
-            for mini_batch in mini_batches:
-                steps.append(self._train_step(mini_batch))
-            learning_rate = self.engine.current_lr
-            self.engine.lr_scheduler_step()
-        metrics = _mean_over_steps(steps)
-        metrics |= {"lr": learning_rate, "worker_seconds": seconds()}
-        return _as_output(metrics)
+        return self._train(mini_batches)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def train_batch(self, data: TensorDict) -> TensorDict:
-        """One optimiser step over the whole batch; the learning rate advances unless ``update_lr_scheduler`` is
-        False.
+        """One optimiser step over the whole batch; see :meth:`train_mini_batch`. The learning rate stays also if
+        ``update_lr_scheduler`` in ``data`` is False.
         """
-        with _timed() as seconds, self.engine.train_mode():
-            metrics = _mean_over_steps([self._train_step(data)])
-            learning_rate = self.engine.current_lr
-            if tu.get_non_tensor_data(data, "update_lr_scheduler", True):
-                self.engine.lr_scheduler_step()
-        return _as_output(metrics | {"lr": learning_rate, "worker_seconds": seconds()})
+        return self._train([data], tu.get_non_tensor_data(data, "update_lr_scheduler", True))
 
-    def _train_step(self, data: TensorDict) -> dict[str, Any]:
+    def _train(self, batches: Iterable[TensorDict], update_lr_scheduler: bool = True) -> TensorDict:
         if self.loss_fn is None:
             raise ValueError("no loss function: call set_loss_fn before training")
-        outputs = self.engine.train_batch(data, self.loss_fn)
-        return outputs["metrics"] | {"grad_norm": Metric.mean(outputs["grad_norm"], 1)}
+        steps, skipped = [], 0
+        with _timed() as seconds, self.engine.train_mode():
+            for batch in batches:
+                outputs = self.engine.train_batch(batch, self.loss_fn)
+                if outputs["grad_norm"] is None:
+                    skipped += 1
+                else:
+                    steps.append(outputs["metrics"] | {"grad_norm": Metric.mean(outputs["grad_norm"], 1)})
+            learning_rate = self.engine.current_lr
+            if update_lr_scheduler and steps:
+                self.engine.lr_scheduler_step()
+        metrics = _mean_over_steps(steps) | ({"skipped_steps": float(skipped)} if skipped else {})
+        return _as_output(metrics | {"lr": learning_rate, "worker_seconds": seconds()})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def infer_batch(self, data: TensorDict) -> TensorDict:
@@ -299,11 +298,11 @@ def _as_output(metrics: dict[str, float]) -> TensorDict:
 
 
 def _response_columns(output: TensorDict, data: TensorDict, names: dict[str, str]) -> TensorDict | None:
-    columns = {
-        target: no_padding_2_padding(output[source], data).to("cpu")
-        for source, target in names.items()
-        if source in output.keys()
-    }
+    # The batch is on the host, so the outputs come there before they are cut.
+    jagged = {target: output[source].cpu() for source, target in names.items() if source in output.keys()}
+    for column in jagged.values():
+        check_same_rows(column, data)
+    columns = {target: no_padding_2_padding(column, data) for target, column in jagged.items()}
     if not columns:
         return None
     result = TensorDict(columns, batch_size=[data.batch_size[0]])

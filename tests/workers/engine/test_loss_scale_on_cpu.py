@@ -51,14 +51,25 @@ def counts_of_four(rank: int, world: int) -> tuple:
         calls.append(tensor.numel() * tensor.element_size()),
         all_reduce(tensor, **kwargs),
     )
-    counts = count_step([sft_batch(7), sft_batch(3, 5)][rank // 2], groups[rank % 2])
-    return counts.loss_tokens, counts.routed_tokens, counts.sequences, calls  # fmt: skip
+    batch = [sft_batch(7), sft_batch(3, 5)][rank // 2]
+    counts = count_step(batch, groups[rank % 2])
+    found = counts.loss_tokens, counts.routed_tokens, counts.sequences, list(calls)
+    # The mask of one rank's second sequence lacks a token.
+    batch["attention_mask"] = [torch.ones(1, 7), torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 1]])][rank // 2]
+    try:
+        count_step(batch, groups[rank % 2])
+    except ValueError as error:
+        return (*found, str(error))
+    return (*found, "")
 
 
 @pytest.mark.gloo
 def test_a_step_is_counted_over_data_parallel_ranks_only_in_one_collective() -> None:
     # 6 targets each: 12 in the step, not the 24 that a sum over dp x cp would give.
-    assert run_world(counts_of_four, 4) == [(12, 15, 3, [24])] * 4
+    results = run_world(counts_of_four, 4)
+    assert [result[:4] for result in results] == [(12, 15, 3, [32])] * 4
+    # Ids that are not those of the attention mask stop every rank, not only the one that has them.
+    assert all("attention_mask and input_ids disagree about the lengths of 1 seq" in result[4] for result in results)
 
 
 def test_one_rank_needs_no_collective() -> None:

@@ -7,6 +7,7 @@ cost is that of the sequences, not of the square of the pack, and a group is one
 ``scaled_dot_product_attention``.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +69,18 @@ class AttentionPlan:
 
 
 def make_plan(layout: PackLayout) -> AttentionPlan:
-    """Group the sequences of a packed layout by padded length (one small host copy, once per micro-batch)."""
+    """Group the sequences of a packed layout by padded length, once per micro-batch."""
     cp_size, cp_rank = layout.cp_size, layout.cp_rank
     local_lengths = layout.padded_lengths // cp_size
     local_starts = local_lengths.cumsum(0) - local_lengths
     starts = layout.cu_seqlens_padded[:-1].long()
-    groups, places = [], []
-    for padded in layout.padded_lengths.unique().tolist():
+    groups, places, done = [], [], 0
+    by_length = layout.padded_lengths.argsort(stable=True)
+    for padded, count in sorted(Counter(layout.padded_on_host).items()):
+        rows = by_length[done : done + count]
+        done += count
         if padded == 0:
             continue
-        rows = (layout.padded_lengths == padded).nonzero()[:, 0]
         device = rows.device
         query_index = local_starts[rows, None] + torch.arange(padded // cp_size, device=device)
         key_index = layout.gathered_index[starts[rows, None] + torch.arange(padded, device=device)]
@@ -180,9 +183,11 @@ class LocalCoreAttention(MegatronModule):
         if cu_seqlens is None:
             cu_seqlens = packed_seq_params.cu_seqlens_q
         lengths = cu_seqlens.long().diff()
-        return make_plan(PackLayout(lengths, lengths, self.cp_group.size(), self.cp_group.rank()))
+        return make_plan(make_layout(lengths, cp_size=self.cp_group.size(), cp_rank=self.cp_group.rank()))
 
     def _dense_plan(self, query: torch.Tensor) -> AttentionPlan:
         cp_size = self.cp_group.size()
-        lengths = torch.full((query.shape[1],), query.shape[0] * cp_size, device=query.device)
-        return make_plan(make_layout(lengths, cp_size=cp_size, cp_rank=self.cp_group.rank(), dense=True))
+        numbers = [query.shape[0] * cp_size] * query.shape[1]
+        lengths = torch.full((len(numbers),), query.shape[0] * cp_size, device=query.device)
+        cp_rank = self.cp_group.rank()
+        return make_plan(make_layout(lengths, on_host=numbers, cp_size=cp_size, cp_rank=cp_rank, dense=True))

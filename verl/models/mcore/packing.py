@@ -8,9 +8,13 @@ every rank's share. Terms used below:
 * *padded order*: the same with every sequence padded to its padded length;
 * *local order*: the part of the padded order that one context-parallel rank holds. Each padded sequence is cut into
   ``2 * cp`` equal chunks, and rank ``r`` holds chunks ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
+
+An accelerator runs ahead of the host until the host asks for a number. So the lengths are wanted on the host too, where
+the batch comes from, and nothing here depends on the value of a tensor.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -30,29 +34,32 @@ def alignment(tp_size: int, cp_size: int) -> int:
     return tp_size * 2 * cp_size if cp_size > 1 else tp_size
 
 
-def zigzag_indices(padded_lengths: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+def zigzag_indices(padded_lengths: torch.Tensor, cp_size: int, cp_rank: int, total: int | None = None) -> torch.Tensor:
     """Positions, in padded order, of the tokens that one context-parallel rank holds.
 
     Args:
         padded_lengths: [n] int64, each a multiple of ``2 * cp_size`` (any length at ``cp_size`` 1).
         cp_size: number of context-parallel ranks.
         cp_rank: the rank whose share is asked for.
+        total: sum of the lengths; without it the host waits for it.
 
     Returns:
         [sum(padded_lengths) / cp_size] int64.
     """
+    total = int(padded_lengths.sum()) if total is None else total
+    offset = torch.arange(total // cp_size, device=padded_lengths.device)
     if cp_size == 1:
-        return torch.arange(int(padded_lengths.sum()), device=padded_lengths.device)
+        return offset
     local_lengths = padded_lengths // cp_size
-    starts = padded_lengths.cumsum(0) - padded_lengths
-    local_starts = local_lengths.cumsum(0) - local_lengths
-    offset = torch.arange(int(local_lengths.sum()), device=padded_lengths.device)
-    offset = offset - local_starts.repeat_interleave(local_lengths)
-    chunk = (local_lengths // 2).repeat_interleave(local_lengths)
-    in_second = offset >= chunk
+
+    def spread(by_sequence: torch.Tensor) -> torch.Tensor:
+        return by_sequence.repeat_interleave(local_lengths, output_size=total // cp_size)
+
+    offset = offset - spread(local_lengths.cumsum(0) - local_lengths)
+    chunk = spread(local_lengths // 2)
     first = cp_rank * chunk + offset
     second = (2 * cp_size - 1 - cp_rank) * chunk + (offset - chunk)
-    return starts.repeat_interleave(local_lengths) + torch.where(in_second, second, first)
+    return spread(padded_lengths.cumsum(0) - padded_lengths) + torch.where(offset >= chunk, second, first)
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,27 @@ class PackLayout:
         padded_lengths: [n] int64, multiples of the alignment.
         cp_size, cp_rank: the context-parallel group.
         dense: True for the BSHD format: every row has the same padded length, and tensors are [n, s].
+        total: real tokens of all sequences.
+        padded_on_host: ``padded_lengths`` as numbers.
     """
 
     lengths: torch.Tensor
     padded_lengths: torch.Tensor
     cp_size: int
     cp_rank: int
-    dense: bool = False
-    max_padded_length: int = field(default=0)
+    dense: bool
+    total: int
+    padded_on_host: tuple[int, ...]
+
+    @property
+    def max_padded_length(self) -> int:
+        """Length of the longest padded sequence."""
+        return max(self.padded_on_host, default=0)
+
+    @property
+    def total_padded(self) -> int:
+        """Tokens of the pack over all context-parallel ranks, padding included."""
+        return sum(self.padded_on_host)
 
     @cached_property
     def cu_seqlens_padded(self) -> torch.Tensor:
@@ -89,19 +109,23 @@ class PackLayout:
     def real_slots(self) -> torch.Tensor:
         """[sum(lengths)] int64: place in padded order of each real token."""
         shift = self.cu_seqlens_padded[:-1].long() - self.offsets[:-1]
-        return torch.arange(int(self.lengths.sum()), device=self.lengths.device) + shift.repeat_interleave(self.lengths)
+        shift = shift.repeat_interleave(self.lengths, output_size=self.total)
+        return torch.arange(self.total, device=self.lengths.device) + shift
 
     @cached_property
     def local_index(self) -> torch.Tensor:
         """[t_local] int64: places in padded order of the tokens that this rank holds."""
-        return zigzag_indices(self.padded_lengths, self.cp_size, self.cp_rank)
+        return self._held_by(self.cp_rank)
+
+    def _held_by(self, cp_rank: int) -> torch.Tensor:
+        return zigzag_indices(self.padded_lengths, self.cp_size, cp_rank, self.total_padded)
 
     @cached_property
     def gathered_index(self) -> torch.Tensor:
         """[t_padded] int64: where each padded position lies in the ranks' local parts laid one after the other."""
         if self.cp_size == 1:
             return self.local_index
-        order = torch.cat([zigzag_indices(self.padded_lengths, self.cp_size, r) for r in range(self.cp_size)])
+        order = torch.cat([self._held_by(r) for r in range(self.cp_size)])
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
         return inverse
@@ -109,7 +133,7 @@ class PackLayout:
     @cached_property
     def padding_mask(self) -> torch.Tensor:
         """Local, True on padding: [1, t_local], or [n, s_local] if dense. The router must not see these tokens."""
-        mask = torch.ones(int(self.cu_seqlens_padded[-1]), dtype=torch.bool, device=self.lengths.device)
+        mask = torch.ones(self.total_padded, dtype=torch.bool, device=self.lengths.device)
         mask[self.real_slots] = False
         return self._shape(mask[self.local_index])
 
@@ -121,7 +145,8 @@ class PackLayout:
     @cached_property
     def position_ids(self) -> torch.Tensor:
         """Position of each local token within its own padded sequence, shaped like :attr:`padding_mask`."""
-        starts = self.cu_seqlens_padded[:-1].long().repeat_interleave(self.padded_lengths)
+        starts = self.cu_seqlens_padded[:-1].long()
+        starts = starts.repeat_interleave(self.padded_lengths, output_size=self.total_padded)
         return self._shape((torch.arange(starts.numel(), device=starts.device) - starts)[self.local_index])
 
     def pack(self, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
@@ -134,7 +159,7 @@ class PackLayout:
         Returns:
             [1, t_local, ...] packed (THD), or [n, s_local, ...] if dense.
         """
-        padded = values.new_full((int(self.cu_seqlens_padded[-1]), *values.shape[1:]), fill)
+        padded = values.new_full((self.total_padded, *values.shape[1:]), fill)
         padded[self.real_slots] = values
         return self._shape(padded[self.local_index])
 
@@ -148,25 +173,36 @@ class PackLayout:
 
 
 def make_layout(
-    lengths: torch.Tensor, *, tp_size: int = 1, cp_size: int = 1, cp_rank: int = 0, dense: bool = False
+    lengths: torch.Tensor,
+    *,
+    on_host: Sequence[int] | None = None,
+    tp_size: int = 1,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    dense: bool = False,
 ) -> PackLayout:
     """Lay out sequences of the given lengths for one context-parallel rank.
 
     Args:
         lengths: [n] int64 real tokens of each sequence; zeros are allowed.
+        on_host: ``lengths`` as numbers; without it the host waits for them, once.
         tp_size: tensor-parallel size (sequence parallelism cuts the packed tokens into ``tp`` equal parts).
         cp_size, cp_rank: the context-parallel group.
         dense: BSHD instead of packed THD: all rows are padded to the longest.
     """
+    known = lengths.tolist() if on_host is None else list(on_host)
     multiple = alignment(tp_size, cp_size)
     padded = (lengths + multiple - 1) // multiple * multiple
-    longest = max(int(padded.max()), multiple) if lengths.numel() else multiple
+    numbers = [-(-length // multiple) * multiple for length in known]
     if dense:
-        padded = torch.full_like(padded, longest)
-    elif int(padded.sum()) == 0:
+        numbers = [max(*numbers, multiple)] * len(numbers) if numbers else []
+        padded = torch.full_like(padded, max(numbers, default=0))
+    elif numbers and not any(numbers):
+        # A model cannot run on no token at all; the one slot is padding.
+        numbers[0] = multiple
         padded = padded.clone()
-        padded[:1] = multiple  # a model cannot run on no token at all; the one slot is padding
-    return PackLayout(lengths, padded, cp_size, cp_rank, dense, longest)
+        padded[:1] = multiple
+    return PackLayout(lengths, padded, cp_size, cp_rank, dense, sum(known), tuple(numbers))
 
 
 def roll_left_within_sequences(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -180,10 +216,9 @@ def roll_left_within_sequences(values: torch.Tensor, lengths: torch.Tensor) -> t
         lengths: [n] int64.
     """
     ends = lengths.cumsum(0)
+    end, start = (x.repeat_interleave(lengths, output_size=values.shape[0]) for x in (ends, ends - lengths))
     index = torch.arange(1, values.shape[0] + 1, device=values.device)
-    filled = lengths > 0
-    index[ends[filled] - 1] = (ends - lengths)[filled]
-    return values[index]
+    return values[torch.where(index < end, index, start)]
 
 
 def shift_left_within_sequences(values: torch.Tensor, lengths: torch.Tensor, by: int) -> torch.Tensor:

@@ -2,11 +2,15 @@
 """Megatron's optimizer and learning-rate schedule from our configuration."""
 
 import difflib
+import logging
+import math
 from typing import Any
 
 import torch
 
-__all__ = ["build_lr_scheduler", "build_optimizer"]
+__all__ = ["build_lr_scheduler", "build_optimizer", "step_if_finite"]
+
+logger = logging.getLogger(__name__)
 
 
 def build_optimizer(config: Any, modules: list[Any], dtype: torch.dtype, use_distributed_optimizer: bool) -> Any:
@@ -44,6 +48,32 @@ def build_optimizer(config: Any, modules: list[Any], dtype: torch.dtype, use_dis
             raise ValueError(f"override_optimizer_config.{name}: Megatron's OptimizerConfig has no such field{hint}")
         settings[name] = value
     return get_megatron_optimizer(OptimizerConfig(**settings), modules, use_gloo_process_groups=False)
+
+
+def step_if_finite(optimizer: Any) -> float:
+    """Clip and apply the gradients; returns their norm before clipping. Collective.
+
+    A norm that is not finite applies nothing. Megatron's own ``step`` clips by such a norm and goes on, so what it does
+    is done here, with the norm looked at in between; its groups of parameters with a norm of their own need
+    ``mtp_detach_heads``, which is refused.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    norm = math.inf if optimizer.prepare_grads() else float(optimizer.get_grad_norm())
+    if not math.isfinite(norm) or norm > optimizer.config.grad_norm_skip_threshold:
+        logger.warning("gradient norm is %s: this step changes nothing", norm)
+        return norm
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    return norm
 
 
 def build_lr_scheduler(config: Any, optimizer: Any) -> Any:

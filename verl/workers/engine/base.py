@@ -45,8 +45,8 @@ class BaseEngine(ABC):
 
         Returns:
             ``model_output``: jagged [B, j] tensors in the order of ``data`` (only if ``forward_only``), ``metrics``:
-            what the loss function reported, merged over micro-batches and data-parallel ranks, and ``loss``: the step's
-            loss.
+            what the loss function reported, merged over micro-batches and data-parallel ranks, ``loss``: the step's
+            loss, and ``loss_tokens``: the tokens of the whole step that it counts.
         """
 
     @abstractmethod
@@ -96,10 +96,14 @@ class BaseEngine(ABC):
         """Read what :meth:`save_checkpoint` wrote. Collective."""
 
     def train_batch(self, data: TensorDict, loss_function: LossFunction) -> dict[str, Any]:
-        """One optimiser step on ``data``; adds ``grad_norm`` to the outputs of :meth:`forward_backward_batch`."""
+        """One optimiser step on ``data``; adds ``grad_norm`` to the outputs of :meth:`forward_backward_batch`.
+
+        Without a loss token in the whole step nothing is applied and ``grad_norm`` is None (docs/objective.md, section
+        1): weights would decay and follow their momentum, and the router losses would train alone.
+        """
         self.optimizer_zero_grad()
         outputs = self.forward_backward_batch(data, loss_function, forward_only=False)
-        outputs["grad_norm"] = self.optimizer_step()
+        outputs["grad_norm"] = self.optimizer_step() if outputs["loss_tokens"] else None
         return outputs
 
     def infer_batch(self, data: TensorDict, loss_function: LossFunction | None = None) -> dict[str, Any]:

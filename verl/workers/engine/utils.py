@@ -9,7 +9,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.jagged import jagged_parts, make_jagged
 from verl.utils.seqlen_balancing import ceildiv, rearrange_micro_batches, restore_dynamic_batch
 
-__all__ = ["restore_order", "split_micro_batches"]
+__all__ = ["micro_batches_on_device", "restore_order", "row_lengths", "split_micro_batches"]
+
+_ROW_LENGTHS = "row_lengths"
 
 
 def split_micro_batches(
@@ -52,6 +54,20 @@ def split_micro_batches(
     if count == 1:
         return [data], indices
     return [tu.slice_tensordict(data, part[0], part[-1] + 1) for part in indices], indices
+
+
+def micro_batches_on_device(parts: list[TensorDict], device: str) -> list[TensorDict]:
+    """Move micro-batches to ``device``; the lengths of their rows stay on the host too, see :func:`row_lengths`."""
+    for part in parts:
+        tu.assign_non_tensor_data(part, _ROW_LENGTHS, part["input_ids"].offsets().diff().tolist())
+    return [part.to(device) for part in parts] if device != "cpu" else parts
+
+
+def row_lengths(micro_batch: TensorDict) -> tuple[torch.Tensor, list[int]]:
+    """Tokens of each row: [b] int64 on the micro-batch's device, and the same numbers on the host."""
+    lengths = micro_batch["input_ids"].offsets().diff().long()
+    known = tu.get_non_tensor_data(micro_batch, _ROW_LENGTHS, None)
+    return lengths, lengths.tolist() if known is None else known
 
 
 def restore_order(parts: list[torch.Tensor], indices: list[list[int]]) -> torch.Tensor:

@@ -59,14 +59,21 @@ def _response_positions(offsets: torch.Tensor, data: TensorDict) -> tuple[torch.
     prompt_width = data["prompts"].shape[1]
     prompt_lens = mask[:, :prompt_width].sum(dim=1)
     response_lens = mask[:, prompt_width:].sum(dim=1)
-    # On an accelerator this comparison would make the host wait in every micro-batch.
-    if mask.device.type == "cpu" and not torch.equal(offsets.diff(), prompt_lens + response_lens):
-        raise ValueError("the jagged tensor's row lengths are not those of attention_mask: it is from another batch")
     steps = torch.arange(mask.shape[1] - prompt_width, device=mask.device)
     positions = prompt_lens[:, None] - 1 + steps
     # Without a prompt nothing predicts the first response token: its value is 0.
     valid = (steps < response_lens[:, None]) & (positions >= 0)
     return offsets[:-1, None] + positions, valid
+
+
+def check_same_rows(tensor: torch.Tensor, data: TensorDict) -> None:
+    """Whether a jagged tensor [B, j] has the rows of ``attention_mask`` [B, P + R]. On an accelerator the host waits.
+
+    Raises:
+        ValueError: a row has another length.
+    """
+    if not torch.equal(jagged_parts(tensor)[1].diff(), data["attention_mask"].bool().sum(dim=1)):
+        raise ValueError("the jagged tensor's row lengths are not those of attention_mask: it is from another batch")
 
 
 def no_padding_2_padding(tensor: torch.Tensor, data: TensorDict) -> torch.Tensor:
@@ -79,8 +86,10 @@ def no_padding_2_padding(tensor: torch.Tensor, data: TensorDict) -> torch.Tensor
     Returns:
         Dense [B, R]: the values of the predictions of the response tokens, 0 after the end of each response.
 
+    Whether the rows are as long as the attention mask says is not looked at: see :func:`check_same_rows`.
+
     Raises:
-        ValueError: not a jagged tensor, or (on the CPU) its rows have other lengths than the attention mask says.
+        ValueError: not a jagged tensor.
     """
     values, offsets = jagged_parts(tensor)
     positions, valid = _response_positions(offsets, data)

@@ -10,6 +10,7 @@ pipeline.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -53,10 +54,18 @@ def _routed_num_tokens(data: TensorDict) -> torch.Tensor:
     return torch.tensor(input_ids.numel(), device=input_ids.device)
 
 
+def _rows_that_differ(data: TensorDict, lengths: torch.Tensor) -> torch.Tensor:
+    if "attention_mask" not in data.keys():
+        return lengths.new_zeros(())
+    mask: torch.Tensor = data["attention_mask"]
+    real = mask.offsets().diff() if is_jagged(mask) else (mask != 0).sum(1)
+    return (real != lengths).sum()
+
+
 def count_step(
     data: TensorDict, dp_group: dist.ProcessGroup | None, device: torch.device | str = "cpu", mtp_depths: int = 0
 ) -> StepCounts:
-    """Count a step over the data-parallel group: one all-reduce of ``3 + mtp_depths`` int64 numbers, one host copy.
+    """Count a step over the data-parallel group: one all-reduce of ``4 + mtp_depths`` int64 numbers, one host copy.
 
     The ranks of a context-, tensor- or pipeline-parallel group hold the same batch, so they take no part in the sum.
 
@@ -65,15 +74,26 @@ def count_step(
         dp_group: the data-parallel group, without context parallelism.
         device: where the collective runs.
         mtp_depths: depths of multi-token prediction that are trained; they read ``loss_mask``.
+
+    Raises:
+        ValueError: on every rank, where ``attention_mask`` and the jagged ids of a row of any rank are of different
+            lengths: what the losses read would belong to other tokens.
     """
     lengths = data["input_ids"].offsets().diff()
-    local = torch.stack([loss_token_count(data).long(), _routed_num_tokens(data), (lengths > 0).sum()])
+    local = torch.stack(
+        [loss_token_count(data).long(), _routed_num_tokens(data), (lengths > 0).sum(), _rows_that_differ(data, lengths)]
+    )
     if mtp_depths:
         local = torch.cat([local, count_targets(data["loss_mask"].values(), lengths, mtp_depths)])
-    local = local.to(device)
     if dp_group is not None and dp_group.size() > 1:
+        local = local.to(device)
         dist.all_reduce(local, group=dp_group)
-    loss_tokens, routed_tokens, sequences, *mtp_targets = local.tolist()
+    loss_tokens, routed_tokens, sequences, differing, *mtp_targets = local.tolist()
+    if differing:
+        raise ValueError(
+            f"attention_mask and input_ids disagree about the lengths of {differing} sequences of the step; the ids "
+            "must be the tokens where the mask is 1, as left_right_2_no_padding makes them"
+        )
     return StepCounts(loss_tokens, routed_tokens, sequences, tuple(mtp_targets))
 
 
@@ -106,7 +126,7 @@ class LossScale:
         Megatron multiplies them by ``1 / num_tokens`` rounded to float32. Its reciprocal in float64 undoes exactly
         that, where ``num_tokens`` itself would leave an error of 6e-8.
         """
-        return 1.0 / (1.0 / torch.tensor(max(self.routed_tokens, 1), dtype=torch.int32)).double().item()
+        return 1.0 / float(np.float32(1) / np.float32(max(self.routed_tokens, 1)))
 
     @property
     def loss(self) -> float:

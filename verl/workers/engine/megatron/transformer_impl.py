@@ -6,8 +6,6 @@ Section numbers in comments are those of docs/objective.md.
 
 import contextlib
 import io
-import logging
-import math
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +19,8 @@ from verl.models.mcore import mtp_patch
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import DEVICE_NAMES, get_device_id, get_device_name
 from verl.utils.megatron import cpu_backend, offload
-from verl.utils.megatron.optimizer import build_lr_scheduler, build_optimizer
+from verl.utils.megatron.context_parallel import gather_with_own_gradient
+from verl.utils.megatron.optimizer import build_lr_scheduler, build_optimizer, step_if_finite
 from verl.utils.megatron.tensor_parallel import vocab_parallel_token_columns
 from verl.utils.metric import Metric, all_reduce_metrics, merge_metrics
 from verl.workers.engine.base import BaseEngine, EngineRegistry, LossFunction
@@ -32,11 +31,9 @@ from verl.workers.engine.megatron.loss_scale import (
     count_step,
 )
 from verl.workers.engine.megatron.parallel import initialize_model_parallel
-from verl.workers.engine.utils import restore_order, split_micro_batches
+from verl.workers.engine.utils import micro_batches_on_device, restore_order, row_lengths, split_micro_batches
 
 __all__ = ["MegatronEngine", "MegatronEngineWithLMHead", "_routed_num_tokens"]
-
-logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "float64": torch.float64,
@@ -295,7 +292,7 @@ class MegatronEngine(BaseEngine):
             use_remove_padding=self.model_config.use_remove_padding,
             loss_agg_mode=getattr(config, "loss_agg_mode", None),
         )
-        data = data.to(get_device_name()) if get_device_name() != "cpu" else data.copy()
+        data = data.copy()  # stays where it is, which is the host: what is cut and counted there makes no one wait
         if loss_function is not None:
             counts = count_step(data, dp_group, get_device_name(), 0 if forward_only else self.mtp_depths)
             tu.assign_non_tensor(
@@ -311,6 +308,7 @@ class MegatronEngine(BaseEngine):
             budget_factor=self.engine_config.context_parallel_size,
             divisor=self.engine_config.pipeline_model_parallel_size if len(self.module) > 1 else 1,
         )
+        micro_batches = micro_batches_on_device(micro_batches, get_device_name())
         if loss_function is not None:
             self._scale = LossScale(
                 self.per_token_loss,
@@ -331,7 +329,8 @@ class MegatronEngine(BaseEngine):
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return self._collect(outputs, indices, loss_function is not None, forward_only)
+        result = self._collect(outputs, indices, loss_function is not None, forward_only)
+        return result | {"loss_tokens": counts.loss_tokens if loss_function is not None else 0}
 
     def _collect(
         self, outputs: list[dict], indices: list[list[int]], has_loss: bool, forward_only: bool
@@ -376,13 +375,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Clip and apply; a gradient norm that is not finite applies nothing and is returned for the caller to see."""
-        self.optimizer.prepare_grads()
-        norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            logger.warning("gradient norm is %s: this step changes nothing", norm)
-            return norm
-        _, clipped_from, _ = self.optimizer.step()
-        return float(clipped_from) if clipped_from else norm
+        return step_if_finite(self.optimizer)
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one training step; returns the learning rate that now holds."""
@@ -460,10 +453,11 @@ class MegatronEngineWithLMHead(MegatronEngine):
         from verl.models.mcore.packing import make_layout, roll_left_within_sequences
 
         tokens = micro_batch["input_ids"].values()
-        lengths = micro_batch["input_ids"].offsets().diff().long()
+        lengths, on_host = row_lengths(micro_batch)
         dense = not self.model_config.use_remove_padding
         layout = make_layout(
             lengths,
+            on_host=on_host,
             tp_size=mpu.get_tensor_model_parallel_world_size(),
             cp_size=mpu.get_context_parallel_world_size(),
             cp_rank=mpu.get_context_parallel_rank(),
@@ -543,7 +537,7 @@ class MegatronEngineWithLMHead(MegatronEngine):
             overwrite_logits=not forward_only,
         )
         stacked = torch.stack(list(columns.values()), dim=1)
-        gathered = _gather_with_own_gradient(stacked, mpu.get_context_parallel_group())
+        gathered = gather_with_own_gradient(stacked, mpu.get_context_parallel_group())
         offsets = data["input_ids"].offsets()
         values = inputs["layout"].unpack(gathered).unbind(1)
         jagged = [torch.nested.nested_tensor_from_jagged(column, offsets=offsets) for column in values]
@@ -580,21 +574,3 @@ class MegatronEngineWithLMHead(MegatronEngine):
         if not self.per_token_loss:
             return loss, result
         return loss, inputs["layout"].num_local_tokens.to(torch.int32), result
-
-
-class _GatherWithOwnGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.part = slice(group.rank() * local.shape[0], (group.rank() + 1) * local.shape[0])
-        whole = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad[ctx.part], None
-
-
-def _gather_with_own_gradient(local: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[t, ...] to [size * t, ...]; the other ranks' parts are constants for the gradient."""
-    return local if group.size() == 1 else _GatherWithOwnGradient.apply(local, group)

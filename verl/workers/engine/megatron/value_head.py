@@ -10,8 +10,9 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from verl.utils.device import DEVICE_NAMES
+from verl.utils.megatron.context_parallel import gather_with_own_gradient
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead, _gather_with_own_gradient
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 __all__ = ["MegatronEngineWithValueHead", "ValueHead"]
 
@@ -98,7 +99,7 @@ class MegatronEngineWithValueHead(MegatronEngineWithLMHead):
         """Values of whole sequences, jagged like ``input_ids``; gradients flow into this rank's part only."""
         from megatron.core import parallel_state as mpu
 
-        gathered = _gather_with_own_gradient(logits.flatten(), mpu.get_context_parallel_group())
+        gathered = gather_with_own_gradient(logits.flatten(), mpu.get_context_parallel_group())
         values = inputs["layout"].unpack(gathered)
         return {"values": torch.nested.nested_tensor_from_jagged(values, offsets=data["input_ids"].offsets())}
 
