@@ -2,16 +2,15 @@
 """Checks of data files, model folder and reward file. Each returns sentences about what is wrong."""
 
 import ast
-import functools
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl.trainer.ppo.preflight_sources import supported_architectures
 from verl.utils.config import did_you_mean
 
 # A text file is looked through only so far; parquet knows its columns and rows without being read.
@@ -279,24 +278,3 @@ def _check_architecture(path: str, config: Path) -> list[str]:
             f"{did_you_mean(architectures[0], known)} It loads {', '.join(sorted(known))}"
         ]
     return []
-
-
-@functools.cache
-def supported_architectures() -> frozenset[str]:
-    """Hugging Face architectures that the installed megatron-bridge registers; empty if that cannot be told.
-
-    Read from its source text: importing it takes many seconds and loads torch.
-    """
-    try:
-        spec = find_spec("megatron.bridge")
-    except ImportError:
-        return frozenset()
-    if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    names: set[str] = set()
-    for file in Path(spec.submodule_search_locations[0]).glob("models/**/*bridge*.py"):
-        text = file.read_text(encoding="utf-8", errors="ignore")
-        constants = dict(re.findall(r"^(\w+) = [\"'](\w+)[\"']$", text, re.MULTILINE))
-        found = re.findall(r"register_bridge\(\s*source=[\"']?(\w+)", text)
-        names |= {constants.get(name, name) for name in found}
-    return frozenset(names)

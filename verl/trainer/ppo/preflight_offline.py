@@ -15,6 +15,7 @@ from verl.trainer.ppo.preflight_files import (
     check_reward_file,
     open_data_files,
 )
+from verl.trainer.ppo.preflight_model import check_generation_model
 from verl.utils.config import is_of_type
 from verl.workers.config.names import check_name
 
@@ -50,6 +51,7 @@ def check_generation_config(config: DictConfig, is_dry_run: bool = False) -> Fin
                 "data.n_samples=1, or rollout.do_sample=True"
             )
         _check_output(data["output_path"], ".parquet", errors)
+        errors += check_generation_model(tree)
     if found.may_check("data", "model"):
         if not data["path"]:
             errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")

@@ -8,6 +8,7 @@ is accepted, so that verl's scripts run, and named in one log line when it is se
 from typing import Any
 
 from verl.utils.device import DEVICE_NAMES
+from verl.workers.config.names import NPU_FIELDS
 from verl.workers.config.reward import REWARD_MANAGERS
 
 ENGINES = {"ppo_trainer": ("actor_rollout_ref.actor.megatron", "actor_rollout_ref.ref.megatron")}
@@ -25,6 +26,7 @@ ENGINE_NO_EFFECT = {
     "use_mbridge": "weights always go through megatron-bridge",
     "vanilla_mbridge": "weights always go through megatron-bridge",
     "dist_checkpointing_path": "weights are read from the Hugging Face folder in model.path",
+    **{f"override_transformer_config.{name}": "megatron-core for Ascend NPUs reads it" for name in NPU_FIELDS},
 }
 
 MODEL_REFUSED = {

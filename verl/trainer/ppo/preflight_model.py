@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the model against its layout, from the model folder's config.json alone: no torch, no weights.
+
+The rules are those by which megatron-core and megatron-bridge divide a model: layers over pipeline stages, heads,
+widths and the vocabulary over tensor ranks, experts over expert ranks. What config.json does not say is not checked.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from verl.trainer.ppo.preflight_batch import get, near_divisors
+from verl.trainer.ppo.preflight_critic import uses_critic
+from verl.trainer.ppo.preflight_sources import bridge_file
+from verl.utils.hf_config import architecture_of, find_hf_config
+
+__all__ = ["ModelFacts", "check_generation_model", "check_model", "check_ppo_models", "check_sft_model", "read_model"]
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+
+# Architectures (by their first letters) whose layers are not cut by the number of layers alone.
+_OWN_PIPELINE = ("Sarvam", "NemotronH", "FalconH1", "T5")
+# Architectures that pad their vocabulary whether asked to or not.
+_OWN_VOCABULARY = ("Gemma4",)
+
+# Architectures (by their first letters) that need TransformerEngine's layers, and what for.
+_NEED_TRANSFORMER_ENGINE = {
+    "Gemma": "its norms add 1 to their weight",
+    "GptOss": "it has layers with a sliding window",
+}
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What config.json says of a model; None where it does not.
+
+    Attributes:
+        file: the config.json.
+        architecture: the first entry of ``architectures``.
+        text: the entries of the language model, which vision-language models nest in ``text_config``.
+    """
+
+    file: str
+    architecture: str
+    text: Mapping[str, Any]
+
+    def number(self, *names: str) -> int | None:
+        """The first of the entries that is a whole number."""
+        for name in names:
+            value = self.text.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        return None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer, 0 for a dense model."""
+        return self.number(*_EXPERTS) or 0
+
+    @property
+    def context(self) -> int | None:
+        """Positions that the model knows, stretched by its rope scaling where it has one."""
+        positions = self.number("max_position_embeddings")
+        scaling = self.text.get("rope_scaling") or self.text.get("rope_parameters") or {}
+        factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
+        if positions and isinstance(factor, int | float) and factor > 1:
+            return int(positions * factor)
+        return positions
+
+
+def read_model(model: Mapping[str, Any]) -> ModelFacts | None:
+    """Read a model node's config.json, with ``override_config`` put in; None if there is none that can be read."""
+    whole, file = find_hf_config(model)
+    if whole is None:
+        return None
+    nested = whole.get("text_config")
+    text = nested if isinstance(nested, dict) else whole
+    return ModelFacts(file, architecture_of(whole) or "", text | (model.get("override_config") or {}))
+
+
+def check_ppo_models(tree: Mapping) -> list[str]:
+    """The actor's model, which the reference model shares, and the critic's where it is another."""
+    node, engine = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
+    model, actor = get(tree, node), get(tree, engine)
+    prompt, response = get(tree, "data.max_prompt_length"), get(tree, "data.max_response_length")
+    longest = (prompt + response, f"data.max_prompt_length={prompt} + data.max_response_length={response}")
+    errors = check_model(node, model, engine, actor, longest)
+    critic, own = get(tree, "critic.model"), get(tree, "critic.megatron")
+    if uses_critic(tree) and (critic["path"], own) != (model["path"], actor):
+        errors += [
+            error
+            for error in check_model("critic.model", critic, "critic.megatron", own, longest)
+            if error.replace("critic.model", node).replace("critic.megatron", engine) not in errors
+        ]
+    return errors
+
+
+def check_sft_model(tree: Mapping) -> list[str]:
+    """The model that is fine-tuned."""
+    length = get(tree, "data.max_length")
+    return check_model("model", tree["model"], "engine", tree["engine"], (length, f"data.max_length={length}"))
+
+
+def check_generation_model(tree: Mapping) -> list[str]:
+    """The model that generates: transformers runs it, so that there is no layout."""
+    facts = read_model(tree["model"])
+    prompt, response = get(tree, "rollout.prompt_length"), get(tree, "rollout.response_length")
+    words = f"rollout.prompt_length={prompt} + rollout.response_length={response}"
+    return [] if facts is None else _check_context("model", facts, prompt + response, words)
+
+
+def check_model(
+    path: str, model: Mapping[str, Any], engine_path: str, engine: Mapping[str, Any], longest: tuple[int, str]
+) -> list[str]:
+    """What of the model cannot be laid out as the engine is asked to, one sentence each.
+
+    Args:
+        path: the model node's key.
+        model: the node.
+        engine_path: the engine node's key.
+        engine: the node; its sizes are whole numbers of at least 1.
+        longest: the longest sequence in tokens, and the keys that say so.
+    """
+    facts = read_model(model)
+    if facts is None:
+        return []
+    overrides = engine["override_transformer_config"]
+    errors = _check_pipeline(facts, engine_path, engine, overrides)
+    errors += _check_tensor(facts, engine_path, engine, overrides)
+    errors += _check_experts(facts, engine_path, engine)
+    errors += _check_mtp(path, facts, model)
+    errors += _check_transformer_engine(path, facts)
+    return errors + _check_context(path, facts, *longest)
+
+
+def _check_pipeline(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapping) -> list[str]:
+    """Layers over pipeline stages, and those of a stage over its virtual stages."""
+    pp, vpp = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"]
+    layers = overrides.get("num_layers") or facts.number("num_hidden_layers")
+    if vpp == 1:
+        return [
+            f"{path}.virtual_pipeline_model_parallel_size=1 is no division; set it to null, or to 2 or more chunks of "
+            "layers on each stage"
+        ]
+    own = overrides.get("pipeline_model_parallel_layout") or facts.architecture.startswith(_OWN_PIPELINE)
+    if pp == 1 or not layers or own:
+        return []
+    stages = _stages(layers, pp, path, overrides)
+    if isinstance(stages, str):
+        return [stages.format(file=facts.file)]
+    wrong = [size for size in stages if vpp and size % vpp]
+    if not wrong:
+        return []
+    return [
+        f"{path}.virtual_pipeline_model_parallel_size={vpp} does not divide the {wrong[0]} layers of a stage "
+        f"({layers} layers in {facts.file}, {path}.pipeline_model_parallel_size={pp}); use "
+        f"{_virtual_sizes(vpp, stages)}"
+    ]
+
+
+def _virtual_sizes(asked: int, stages: list[int]) -> str:
+    fitting = [size for size in range(2, max(stages) + 1) if not any(layers % size for layers in stages)]
+    nearest = sorted(fitting, key=lambda size: abs(size - asked))[:2]
+    return " or ".join(map(str, [*sorted(nearest), "null"]))
+
+
+def _stages(layers: int, pp: int, path: str, overrides: Mapping) -> list[int] | str:
+    """Layers of the kinds of stages (each once), or what is wrong with them; {file} is the config.json."""
+    otc = f"{path}.override_transformer_config"
+    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    ends = {name: overrides[name] for name in names if overrides.get(name) is not None}
+    if ends:
+        rest, stages = layers - sum(ends.values()), pp - len(ends)
+        said = " and ".join(f"{otc}.{name}={value}" for name, value in ends.items())
+        if min(ends.values()) < 1 or rest < 0 or bool(rest) != bool(stages) or (stages and rest % stages):
+            between = f"over {stages} other stages" if stages else "and no other stage"
+            return f"{said} leaves {rest} of the {layers} layers in {{file}} {between}; all stages must get layers"
+        return [*ends.values(), *([rest // stages] if stages else [])]
+    more = sum(bool(overrides.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+    if (layers + more) % pp:
+        counted = f"the {layers} layers (num_hidden_layers in {{file}})"
+        counted += f", with embedding and loss counted {layers + more}," if more else ""
+        return (
+            f"{path}.pipeline_model_parallel_size={pp} does not divide {counted}; use "
+            f"{near_divisors(pp, layers + more)}, or set +{otc}.num_layers_in_first_pipeline_stage"
+        )
+    return [(layers + more) // pp]
+
+
+def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapping) -> list[str]:
+    """Heads, widths and vocabulary over tensor ranks; one sentence with the sizes that all of them allow."""
+    tp = engine["tensor_model_parallel_size"]
+    rules = _tensor_rules(facts, engine, overrides)
+    wrong = next((words for words, allows in rules if not allows(tp)), None)
+    if wrong is None:
+        return []
+    heads = facts.number("num_attention_heads") or tp
+    fitting = [size for size in range(1, heads + 1) if all(allows(size) for _, allows in rules)]
+    near = [size for size in fitting if size < tp][-1:] + [size for size in fitting if size > tp][:1]
+    advice = f"use {' or '.join(map(str, near or [1]))}"
+    if wrong.startswith("the vocabulary"):
+        advice += f", or pad it with +{path}.override_transformer_config.should_pad_vocab=True"
+    return [f"{path}.tensor_model_parallel_size={tp} cannot divide {wrong} in {facts.file}; {advice}"]
+
+
+def _tensor_rules(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> list[tuple[str, Callable[[int], bool]]]:
+    """(what is divided, whether a tensor size can divide it)."""
+
+    def divides(number: int) -> Callable[[int], bool]:
+        return lambda size: number % size == 0
+
+    def groups(number: int) -> Callable[[int], bool]:
+        # Fewer groups than ranks are held several times.
+        return lambda size: number % size == 0 or size % number == 0
+
+    experts, rules = facts.num_experts, []
+    if heads := facts.number("num_attention_heads"):
+        rules.append((f"the {heads} attention heads (num_attention_heads)", divides(heads)))
+    if kv_heads := facts.number("num_key_value_heads"):
+        words = f"the {kv_heads} heads of keys and values (num_key_value_heads), nor be a multiple of them,"
+        rules.append((words, groups(kv_heads)))
+    if width := facts.number("intermediate_size"):
+        if not experts or facts.number("first_k_dense_replace"):
+            rules.append((f"the {width} columns of the dense layers (intermediate_size)", divides(width)))
+    if experts and (shared := _shared_width(facts)):
+        rules.append((f"the {shared} columns of the shared experts", divides(shared)))
+    if engine["expert_tensor_parallel_size"] is None and (width := _expert_width(facts)):
+        words = f"the {width} columns of an expert ({_width_name(facts)}; expert_tensor_parallel_size follows it)"
+        rules.append((words, divides(width)))
+    vocab = facts.number("vocab_size")
+    if vocab and not overrides.get("should_pad_vocab") and not facts.architecture.startswith(_OWN_VOCABULARY):
+        rules.append((f"the vocabulary of {vocab} tokens (vocab_size)", divides(vocab)))
+    if "linear_num_key_heads" in facts.text:
+        cp = engine["context_parallel_size"]
+        for name in ("linear_num_key_heads", "linear_num_value_heads"):
+            if number := facts.number(name):
+                rules.append(
+                    (
+                        f"the {number} heads of linear attention ({name}, with context_parallel_size={cp})",
+                        lambda size, number=number: number % (size * cp) == 0,
+                    )
+                )
+    return rules
+
+
+def _shared_width(facts: ModelFacts) -> int:
+    own = facts.number("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+    shared, width = facts.number("n_shared_experts"), facts.number("moe_intermediate_size")
+    return own or (shared or 0) * (width or 0)
+
+
+def _width_name(facts: ModelFacts) -> str:
+    return "moe_intermediate_size" if facts.number("moe_intermediate_size") else "intermediate_size"
+
+
+def _expert_width(facts: ModelFacts) -> int | None:
+    return facts.number(_width_name(facts)) if facts.num_experts else None
+
+
+def _check_experts(facts: ModelFacts, path: str, engine: Mapping) -> list[str]:
+    """Experts over expert ranks, their width over expert tensor ranks, and what they demand of tensor parallelism."""
+    tp, ep, etp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "expert_model", "expert_tensor"))
+    experts = facts.num_experts
+    if not experts:
+        # An architecture whose experts go by a name that is not known here is no dense one.
+        if ep == 1 or "moe" in json.dumps([facts.architecture, *facts.text]).lower():
+            return []
+        return [
+            f"{path}.expert_model_parallel_size={ep} needs experts, and {facts.file} is of a dense model; set it to 1"
+        ]
+    errors = []
+    if experts % ep:
+        errors.append(
+            f"{path}.expert_model_parallel_size={ep} does not divide the {experts} experts in {facts.file}; use "
+            f"{near_divisors(ep, experts)}"
+        )
+    width = _expert_width(facts)
+    if etp and width and width % etp:
+        errors.append(
+            f"{path}.expert_tensor_parallel_size={etp} does not divide the {width} columns of an expert "
+            f"({_width_name(facts)} in {facts.file}); use {near_divisors(etp, width)}"
+        )
+    if facts.architecture.startswith("GptOss") and (etp or tp) > 1:
+        errors.append(
+            f"{path}.expert_tensor_parallel_size={etp or tp} is not possible for the experts of {facts.architecture}, "
+            f"which have a bias; set {path}.expert_tensor_parallel_size=1"
+        )
+    if tp > 1 and not engine["sequence_parallel"]:
+        errors.append(
+            f"{path}.sequence_parallel=False is not supported with {path}.tensor_model_parallel_size={tp} for a model "
+            f"with experts ({facts.file}); set it to True"
+        )
+    return errors
+
+
+def _check_mtp(path: str, facts: ModelFacts, model: Mapping) -> list[str]:
+    """Whether there are the layers of multi-token prediction that are asked for."""
+    mtp = model.get("mtp") or {}
+    if not mtp.get("enable") or facts.number(*_MTP_LAYERS):
+        return []
+    if not any(name in facts.text for name in _MTP_LAYERS):
+        # The number may then be a default of the architecture's own; a mapping that never speaks of it has none.
+        file = bridge_file(facts.architecture)
+        if file is None or "mtp" in file.read_text(encoding="utf-8", errors="ignore").lower():
+            return []
+    return [
+        f"{path}.mtp.enable=True needs layers of multi-token prediction, and {facts.file} has none "
+        f"({_MTP_LAYERS[0]}); set {path}.mtp.enable=False"
+    ]
+
+
+def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:
+    """What the layers that are used in TransformerEngine's absence do not compute."""
+    if find_spec("transformer_engine") is not None:
+        return []
+    reason = next((why for name, why in _NEED_TRANSFORMER_ENGINE.items() if facts.architecture.startswith(name)), None)
+    if facts.architecture.startswith("Mistral") and facts.text.get("sliding_window"):
+        reason = f"it has a sliding window of {facts.text['sliding_window']} tokens"
+    if reason is None:
+        return []
+    return [
+        f"{path}.path: {facts.architecture} needs the package transformer_engine, which is not installed here, because "
+        f"{reason} ({facts.file}); install it on a machine with an accelerator, or use another model"
+    ]
+
+
+def _check_context(path: str, facts: ModelFacts, longest: int, words: str) -> list[str]:
+    """Whether the longest sequence has positions."""
+    context = facts.context
+    if not context or longest <= context:
+        return []
+    given = f"{words} = {longest} tokens are" if "+" in words else f"{words} tokens is"
+    further = f"+{path}.override_config.max_position_embeddings={longest}"
+    return [
+        f"{given} more than the {context} positions of {facts.file} (max_position_embeddings); make it {context} or "
+        f"less, or, where the model is meant to go further, set {further}"
+    ]
