@@ -30,6 +30,15 @@ _WHAT = {
 
 
 @dataclass(frozen=True)
+class World:
+    """The processes: how many, where that is said, and how many of them share a node."""
+
+    size: int
+    key: str
+    ranks_per_node: int
+
+
+@dataclass(frozen=True)
 class Groups:
     """Groups of global ranks that together do ``what``; ``ranks`` holds one tuple for each group."""
 
@@ -45,12 +54,13 @@ class LayoutReport:
 
     ``data`` and ``expert_data`` are None where the ranks do not divide; then there are no groups. ``stages`` holds the
     number of layers of each pipeline stage (with virtual stages, of all its chunks); None, with the reason in
-    ``stages_unknown``, where it cannot be told.
+    ``stages_unknown``, where it cannot be told. ``experts`` is the number of experts of a layer, 0 for a dense model,
+    None if unknown. ``roles`` says what each process holds.
     """
 
     key: str
     world_size: int
-    nodes: int
+    world_key: str
     ranks_per_node: int
     tensor: int
     pipeline: int
@@ -61,6 +71,7 @@ class LayoutReport:
     expert_tensor: int
     expert_data: int | None
     sequence_parallel: bool
+    experts: int | None
     groups: tuple[Groups, ...]
     stages: tuple[int, ...] | None
     stages_unknown: str
@@ -98,9 +109,9 @@ def rank_groups(sizes: Mapping[str, int], members: tuple[str, ...]) -> tuple[tup
 def describe_layout(
     engine: Mapping[str, Any],
     key: str,
-    nodes: int,
-    ranks_per_node: int,
+    world: World,
     num_layers: int | None,
+    num_experts: int | None,
     roles: tuple[str, ...],
 ) -> LayoutReport:
     """The layout of ``engine`` (the node at ``key``), whose sizes are all at least 1.
@@ -108,16 +119,16 @@ def describe_layout(
     Args:
         engine: the engine's node.
         key: its key.
-        nodes: of the cluster.
-        ranks_per_node: processes on each.
+        world: the processes.
         num_layers: of the model; None if unknown.
+        num_experts: of a layer; None if unknown.
         roles: what lives in the processes, in words.
     """
-    world = nodes * ranks_per_node
+    size = world.size
     tp, pp, cp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context"))
     ep, etp = engine["expert_model_parallel_size"], engine["expert_tensor_parallel_size"] or tp
-    dp = world // model_parallel_size(engine) if world % model_parallel_size(engine) == 0 else None
-    edp = world // (ep * etp * pp) if world % (ep * etp * pp) == 0 else None
+    dp = size // model_parallel_size(engine) if size % model_parallel_size(engine) == 0 else None
+    edp = size // (ep * etp * pp) if size % (ep * etp * pp) == 0 else None
     groups: list[Groups] = []
     if dp is not None:
         groups += _dense_groups(tp, cp, dp, pp)
@@ -126,9 +137,9 @@ def describe_layout(
     stages, unknown = layers_of_stages(engine, num_layers)
     return LayoutReport(
         key=key,
-        world_size=world,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        world_size=size,
+        world_key=world.key,
+        ranks_per_node=world.ranks_per_node,
         tensor=tp,
         pipeline=pp,
         virtual_pipeline=engine["virtual_pipeline_model_parallel_size"],
@@ -138,11 +149,12 @@ def describe_layout(
         expert_tensor=etp,
         expert_data=edp,
         sequence_parallel=bool(engine["sequence_parallel"]) and tp > 1,
+        experts=num_experts,
         groups=tuple(groups),
         stages=stages,
         stages_unknown=unknown,
         roles=roles,
-        notes=tuple(_node_notes(groups, nodes, ranks_per_node)),
+        notes=tuple(_node_notes(groups, world.ranks_per_node)),
     )
 
 
@@ -162,12 +174,12 @@ def _expert_groups(etp: int, ep: int, edp: int, pp: int) -> list[Groups]:
     return [_groups(sizes, name, (name,)) for name in ("expert", "expert_tensor", "expert_data")]
 
 
-def _node_notes(groups: list[Groups], nodes: int, ranks_per_node: int) -> list[str]:
+def _node_notes(groups: list[Groups], ranks_per_node: int) -> list[str]:
     """Groups that talk in every layer and do so between nodes."""
     notes = []
     for group in groups:
         crosses = any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in group.ranks)
-        if nodes > 1 and crosses and group.name in ("tensor", "context", "expert", "expert_tensor"):
+        if crosses and group.name in ("tensor", "context", "expert", "expert_tensor"):
             notes.append(
                 f"{group.name} groups cross nodes: their ranks exchange data in every layer over the network between "
                 f"nodes ({group.size} ranks a group, {ranks_per_node} a node)"

@@ -40,9 +40,7 @@ def as_text(report: Report) -> str:
         ("", f"{key.key}={value_in_words(key.value)}  (default {value_in_words(key.default)})")
         for key in report.changed
     ]
-    lines += _section(
-        "Keys that differ from their defaults", [("", f"{key}={value}  (default {old})") for key, value, old in changed]
-    )
+    lines += _section("Keys that differ from their defaults", changed)
     unread = [("", f"{key.key}={value_in_words(key.value)}: {key.reason}") for key in report.unread]
     lines += _section("Keys that are set and have no effect here", unread)
     lines += _section("Notes", [("", note) for note in report.notes])
@@ -69,31 +67,42 @@ def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
 
 
 def _layout_rows(layout: LayoutReport) -> list[tuple[str, str]]:
-    world = f"{layout.world_size} ranks (trainer.nnodes {layout.nodes} x trainer.n_gpus_per_node"
-    world += f" {layout.ranks_per_node})"
-    data = "?" if layout.data is None else layout.data
-    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} x data {data}"
-    rows = [("world", f"{world} = {sizes}" if layout.data else f"{world} do not divide into {sizes}")]
-    etp, ep, pp = layout.expert_tensor, layout.expert, layout.pipeline
-    edp = "?" if layout.expert_data is None else layout.expert_data
-    sizes = f"expert tensor {etp} x expert {ep} x pipeline {pp} x expert data {edp}"
-    equal = "=" if layout.expert_data else "do not divide into"
-    rows.append(("experts", f"{layout.world_size} ranks {equal} {sizes}; in a model without experts nothing differs"))
+    world = f"{layout.world_size} ranks ({layout.world_key})"
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}"
+    if layout.data is None:
+        rows = [("world", f"{world} do not divide into {sizes}")]
+    else:
+        rows = [("world", f"{world} = {sizes} x data {layout.data}")]
+    if layout.experts != 0:
+        rows.append(("experts", _expert_words(layout)))
     for groups in layout.groups:
-        if groups.size > 1:
+        if groups.size > 1 and not (layout.experts == 0 and groups.name.startswith("expert")):
             name = groups.name.replace("_", " ")
             rows.append((name, f"{groups.size} ranks {groups.what}: {describe_groups(groups)}"))
-    if layout.stages is None:
-        rows.append(("layers", f"not known: {layout.stages_unknown}"))
-    else:
-        rows.append(("layers", _stages(layout)))
-    rows.append(("sequence", f"parallel: {'yes' if layout.sequence_parallel else 'no (tensor 1, or off)'}"))
+    rows.append(("layers", _stages(layout)))
+    if layout.tensor > 1:
+        rows.append(("sequence", f"parallel between tensor ranks: {'yes' if layout.sequence_parallel else 'no'}"))
     rows.append(("each process", "holds " + "; ".join(layout.roles)))
     return rows + [("", note) for note in layout.notes]
 
 
+def _expert_words(layout: LayoutReport) -> str:
+    sizes = f"expert tensor {layout.expert_tensor} x expert {layout.expert} x pipeline {layout.pipeline}"
+    if layout.expert_data is None:
+        words = f"{layout.world_size} ranks do not divide into {sizes}"
+    else:
+        words = f"{layout.world_size} ranks = {sizes} x expert data {layout.expert_data}"
+    if layout.experts is None:
+        return words + ", if the model has experts"
+    if layout.experts % layout.expert == 0:
+        words += f"; {layout.experts} experts a layer, {layout.experts // layout.expert} of them on a rank"
+    return words
+
+
 def _stages(layout: LayoutReport) -> str:
-    stages = layout.stages or ()
+    stages = layout.stages
+    if stages is None:
+        return f"not known: {layout.stages_unknown}"
     if len(stages) == 1:
         return f"{stages[0]}, all in one stage"
     words = f"{sum(stages)} = {' + '.join(map(str, stages))} over the pipeline stages"
@@ -135,8 +144,10 @@ def _share(part: MicroBatches, batches: BatchReport, rows: int | None = None) ->
     """What one data-parallel rank gets, and its micro-batches."""
     total, dp = batches.rows_per_step if rows is None else rows, batches.data_parallel
     unit = "conversations" if batches.items == "conversations" else "responses"
+    if dp is None:
+        return "what a rank gets is not known, because the ranks do not divide"
     if part.rows is None:
-        return f"{total} {unit} do not divide over {_number(dp)} data-parallel ranks"
+        return f"{total} {unit} do not divide over {dp} data-parallel ranks"
     share = f"{total} / {dp} data-parallel ranks = {part.rows} {unit} a rank"
     if part.dynamic:
         return f"{share}, in {_count(part)} by tokens"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that a dry run tells, as one object."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from verl.trainer.dry_run.batches import (
     describe_sft_batches,
     warmup_problems,
 )
-from verl.trainer.dry_run.layout import LayoutReport, describe_layout
+from verl.trainer.dry_run.layout import LayoutReport, World, describe_layout
 from verl.trainer.dry_run.offline import OfflineReport, describe_evaluation, describe_generation
 from verl.trainer.dry_run.regime import RegimeReport, describe_regimes
 from verl.trainer.ppo.preflight import (
@@ -28,10 +29,11 @@ from verl.trainer.ppo.preflight import (
 )
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
+from verl.trainer.ppo.preflight_model import ModelFacts
 from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
 from verl.trainer.ppo.preflight_repair import is_consequence, value_in_words, with_usable_numbers
 from verl.utils.config import compose_config, flatten
-from verl.utils.hf_config import find_hf_config
+from verl.utils.hf_config import architecture_of, find_hf_config
 
 COMMANDS = {
     "ppo_trainer": "verl.trainer.main_ppo",
@@ -119,10 +121,9 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
 def _describe(tree: dict, config_name: str, found: Findings) -> dict[str, Any]:
     if config_name == "evaluation":
         return {"offline": describe_evaluation(tree)}
-    trainer = tree["trainer"]
-    nodes, per_node = trainer["nnodes"], trainer["n_gpus_per_node"]
+    world = world_of(tree["trainer"], config_name, os.environ)
     if config_name == "generation":
-        return {"offline": describe_generation(tree, nodes * per_node)}
+        return {"offline": describe_generation(tree, world.size)}
     if config_name == "sft_trainer_engine":
         engines = [("engine", tree["engine"], "model", tree["model"], None)]
         roles: tuple[str, ...] = ("its share of the model, which is trained",)
@@ -135,7 +136,9 @@ def _describe(tree: dict, config_name: str, found: Findings) -> dict[str, Any]:
                 ("critic.megatron", critic["megatron"], "critic.model", critic["model"], critic["loss_agg_mode"])
             )
     path, engine, _, model, _ = engines[0]
-    layout = describe_layout(engine, path, nodes, per_node, _num_layers(model), roles)
+    facts = _facts(model)
+    layers, experts = (None, None) if facts is None else (facts.number("num_hidden_layers"), facts.num_experts)
+    layout = describe_layout(engine, path, world, layers, experts, roles)
     if config_name == "ppo_trainer":
         batches = describe_ppo_batches(tree, layout.data, uses_reference(tree))
     else:
@@ -154,13 +157,21 @@ def ppo_roles(tree: Mapping) -> tuple[str, ...]:
     return (*roles, f"a whole copy of the model for the rollout ({name}), which is not sharded")
 
 
-def _num_layers(model: Mapping) -> int | None:
-    config, _ = find_hf_config(model)
+def _facts(model: Mapping) -> ModelFacts | None:
+    config, source = find_hf_config(model)
     if config is None:
         return None
     nested = config.get("text_config")
-    layers = (nested if isinstance(nested, Mapping) else config).get("num_hidden_layers")
-    return layers if isinstance(layers, int) else None
+    return ModelFacts(Path(source), architecture_of(config) or "", nested if isinstance(nested, Mapping) else config)
+
+
+def world_of(trainer: Mapping, config_name: str, env: Mapping[str, str]) -> World:
+    """The processes of a run; under torchrun, which only the SFT trainer knows, those that it has started."""
+    if config_name == "sft_trainer_engine" and env.get("WORLD_SIZE", "").isdecimal():
+        size = int(env["WORLD_SIZE"])
+        return World(size, "WORLD_SIZE of torchrun", int(env.get("LOCAL_WORLD_SIZE") or size))
+    nodes, per_node = trainer["nnodes"], trainer["n_gpus_per_node"]
+    return World(nodes * per_node, f"trainer.nnodes {nodes} x trainer.n_gpus_per_node {per_node}", per_node)
 
 
 def _repair_notes(found: Findings, unusable: Sequence[str]) -> list[str]:
@@ -176,7 +187,7 @@ def _repair_notes(found: Findings, unusable: Sequence[str]) -> list[str]:
 def _place_notes(tree: Mapping, config_name: str) -> list[str]:
     """What depends on the machine that the command will run on, and is not checked."""
     notes = []
-    if config_name == "sft_trainer_engine" and tree["trainer"]["nnodes"] > 1:
+    if config_name == "sft_trainer_engine" and tree["trainer"]["nnodes"] > 1 and "WORLD_SIZE" not in os.environ:
         notes.append(f"trainer.nnodes={tree['trainer']['nnodes']} needs torchrun on every node")
     folder = tree["trainer"].get("default_local_dir")
     if folder:
