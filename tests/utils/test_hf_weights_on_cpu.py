@@ -173,3 +173,18 @@ def test_a_plan_with_a_hole_is_refused(monkeypatch):
     monkeypatch.setattr(core_model_loading, "revert_weight_conversion", dropping)
     with pytest.raises(ValueError, match="no full plan for model.norm.weight"):
         InPlaceLoader(build("llama", 0))
+
+
+def test_tensors_that_may_stay_need_not_be_given_and_are_taken_when_they_are(tmp_path):
+    target, source = build("llama", 0), build("llama", 1)
+    before = target.model.layers[1].mlp.up_proj.weight.clone()
+    weights = hub_tensors(source, tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    rest = [(n, w) for n, w in weights.items() if n != name]
+    with pytest.raises(ValueError, match=f"missing: {name}"):
+        InPlaceLoader(target, may_stay=("down",)).load(rest)
+    loader = InPlaceLoader(target, may_stay=("layers.1.mlp.up",))
+    loader.load(rest)
+    assert torch.equal(target.model.layers[1].mlp.up_proj.weight, before)
+    loader.load(weights.items())
+    assert_same_bits(target, source)

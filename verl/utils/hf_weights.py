@@ -39,13 +39,15 @@ class InPlaceLoader:
     Args:
         model: a transformers `PreTrainedModel`. Dense models (1:1 names) and fused-expert models whose conversion only
             splits (Qwen2/3-MoE, Mixtral and the like) are supported.
+        may_stay: tensors whose hub names hold one of these words need not be given; they keep their values.
 
     Raises:
         ValueError: the conversion of this model copies (for instance it transposes), so that no in-place plan exists.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, may_stay: tuple[str, ...] = ()):
         self.model = model
+        self.may_stay = may_stay
         self._slots = _build_plan(model)
         self._names_of_slot: dict[_Slot, list[str]] = {}
         for name, slot in self._slots.items():
@@ -60,8 +62,9 @@ class InPlaceLoader:
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy every tensor into its place, casting to the parameter's dtype and device.
 
-        Each tensor is copied before the next one is asked for, so a generator may reuse its buffer. Every place must
-        be written exactly once; of tied weights any one name is enough, and a second one must carry the same values.
+        Each tensor is copied before the next one is asked for, so a generator may reuse its buffer. Every place but
+        those that may stay must be written exactly once; of tied weights any one name is enough, and a second one must
+        carry the same values.
         The iterable is always read to its end, also after a fault, because the exporter may be in step with other
         ranks.
 
@@ -94,7 +97,9 @@ class InPlaceLoader:
             elif not torch.equal(place, tensor.to(place)):
                 faults.append(f"tied weights differ: {' and '.join(self._names_of_slot[slot])}")
         faults += [
-            f"missing: {' or '.join(names)}" for names in self._names_of_slot.values() if not seen.intersection(names)
+            f"missing: {' or '.join(names)}"
+            for names in self._names_of_slot.values()
+            if not seen.intersection(names) and not any(word in name for name in names for word in self.may_stay)
         ]
         if faults:
             raise ValueError(_describe(self.model, faults))

@@ -44,7 +44,8 @@ class HFRollout(BaseRollout):
         self.model = _build_model(model_config, getattr(torch, config.dtype)).to(self.device).eval()
         self.model.requires_grad_(False)
         _check_positions(config, self.model.config)
-        self._loader = InPlaceLoader(self.model)
+        # Model code from the hub builds multi-token prediction layers too; generation never runs them.
+        self._loader = InPlaceLoader(self.model, may_stay=("mtp",))
         self._step, self._calls = None, Counter()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], **kwargs: Any) -> None:
