@@ -127,8 +127,9 @@ def save_tiny_qwen3_moe(
 
     Args:
         folder: created if missing.
-        layers, hidden, heads, kv_heads, head_dim, experts, experts_per_token, moe_intermediate, vocab, max_positions,
-            tie_word_embeddings: sizes of the model, as in `transformers.Qwen3MoeConfig`.
+        layers, hidden, heads, kv_heads, head_dim, experts, experts_per_token: sizes, as in
+            `transformers.Qwen3MoeConfig`.
+        moe_intermediate, vocab, max_positions, tie_word_embeddings: likewise.
         pad_is_eos: see `build_character_tokenizer`.
         dtype: "float32", "bfloat16" or "float64".
         seed: of the weights.
