@@ -13,7 +13,7 @@ import torch
 from tests.workers.reward_manager.functions import busy, coded
 from tests.workers.reward_manager.test_naive_on_cpu import TOKENIZER, make_batch, make_config
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager, reward_metrics
-from verl.utils.reward_score import UnscorableError
+from verl.utils.reward_score import AllRowsFailedError, UnscorableError
 from verl.workers.reward_manager import (
     BatchRewardManager,
     DAPORewardManager,
@@ -53,7 +53,11 @@ def test_a_slow_score_costs_its_row_and_is_logged_with_limit_and_row(caplog, cls
         reward = manager(make_batch(["1", "2", "1", "2"]))
     assert time.monotonic() - start < 25
     assert reward[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert reward_metrics(manager) == {"reward/num_failures": 0.0, "reward/num_timeouts": 2.0}
+    assert reward_metrics(manager) == {
+        "reward/num_failures": 0.0,
+        "reward/num_timeouts": 2.0,
+        "reward/failed_share": 0.5,
+    }
     assert "row 1" in caplog.text and "row 3" in caplog.text and "reward.reward_kwargs.timeout=1.5" in caplog.text
 
 
@@ -88,7 +92,11 @@ def test_processes_keep_order_and_extra_values_and_a_failure_costs_its_row(prime
     assert extra["index"] == [None, 1, None, None, None, 5, None]
     processes = {pid for pid in extra["process"] if pid is not None}
     assert processes and os.getpid() not in processes
-    assert reward_metrics(prime) == {"reward/num_failures": 3.0, "reward/num_timeouts": 0.0}
+    assert reward_metrics(prime) == {
+        "reward/num_failures": 3.0,
+        "reward/num_timeouts": 0.0,
+        "reward/failed_share": 3 / 7,
+    }
     for part in ("row 2", "boom", "row 3", "exit code 7", "row 4"):
         assert part in caplog.text
     # The pool is whole again.
@@ -215,12 +223,23 @@ def test_batch_gets_lists_and_costs_single_rows(caplog):
     assert manager.metrics["reward/num_failures"] == 1.0 and "row 2" in caplog.text
 
 
-def test_batch_that_raises_scores_all_rows_0_and_a_wrong_length_is_an_error():
+def test_a_batch_of_which_no_row_can_be_scored_stops_the_run_and_a_single_row_does_not(caplog):
     def fail(**_):
         raise RuntimeError("boom")
 
-    manager = BatchRewardManager(TOKENIZER, compute_score=fail)
-    assert manager(make_batch(["1", "2"])).sum() == 0 and manager.metrics["reward/num_failures"] == 2.0
+    words = r"failed on all 3 rows of a batch, first on row 0 \(data_source 'arithmetic'\): RuntimeError\('boom'\)"
+    for cls in (NaiveRewardManager, BatchRewardManager, DAPORewardManager):
+        with pytest.raises(AllRowsFailedError, match=words) as caught:
+            cls(TOKENIZER, compute_score=fail)(make_batch(["1", "2", "3"]))
+        assert str(caught.value.__cause__) == "boom"
+    with pytest.raises(AllRowsFailedError, match="first on row 0 .*: the score is nan"):
+        NaiveRewardManager(TOKENIZER, compute_score=lambda **_: float("nan"))(make_batch(["1", "2"]))
+    assert not caplog.records  # one error, not a warning for each row before it
+    manager = NaiveRewardManager(TOKENIZER, compute_score=fail)
+    assert manager(make_batch(["1"])).sum() == 0 and manager.metrics["reward/failed_share"] == 1.0
+
+
+def test_batch_with_a_wrong_number_of_scores_is_an_error():
     for value, words in ((lambda **_: [1.0], "returned 1 values for 2 responses"), (lambda **_: 1.0, "a float")):
         with pytest.raises(ValueError, match=words):
             BatchRewardManager(TOKENIZER, compute_score=value)(make_batch(["1", "2"]))

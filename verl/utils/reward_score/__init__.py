@@ -5,9 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.utils.reward_score import arithmetic, gsm8k, math_verify
-from verl.utils.reward_score.errors import MissingPackageError, UnknownDataSourceError, UnscorableError
+from verl.utils.reward_score.errors import (
+    AllRowsFailedError,
+    MissingPackageError,
+    UnknownDataSourceError,
+    UnscorableError,
+)
 
 __all__ = [
+    "AllRowsFailedError",
     "MissingPackageError",
     "UnknownDataSourceError",
     "UnscorableError",

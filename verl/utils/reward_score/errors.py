@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors for which no response of a data source could ever be scored; reward managers let them end the run."""
+"""Errors of scoring that end a run."""
 
-__all__ = ["MissingPackageError", "UnknownDataSourceError", "UnscorableError"]
+__all__ = ["AllRowsFailedError", "MissingPackageError", "UnknownDataSourceError", "UnscorableError"]
+
+
+class AllRowsFailedError(RuntimeError):
+    """No row of a batch could be scored; the text has the reason of the first."""
 
 
 class UnscorableError(ValueError):

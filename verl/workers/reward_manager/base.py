@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.utils.reward_score import UnscorableError, default_compute_score
+from verl.utils.reward_score import AllRowsFailedError, UnscorableError, default_compute_score
 from verl.utils.timed_process import Outcome
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ class RewardManager(ABC):
     and further values, which end up in `reward_extra_info`; the two may be mixed.
 
     A call that raises, gives no finite number or takes too long counts as score 0 and is logged with the row number;
-    the run goes on. Only a data source that cannot be scored at all stops it.
+    the run goes on. What stops it is a data source that cannot be scored at all, and a batch of several rows of which
+    none could be scored: a run on zeros only would learn nothing and look as if it trained.
 
     Args:
         tokenizer: decodes the responses.
@@ -37,7 +38,8 @@ class RewardManager(ABC):
         reward_fn_key: the column that names the data source.
 
     Attributes:
-        metrics: of the last call: `reward/num_failures` and `reward/num_timeouts`, rows that count 0 for that reason.
+        metrics: of the last call: `reward/num_failures` and `reward/num_timeouts`, rows that count 0 for that reason,
+            and `reward/failed_share`, the share of both in all rows.
     """
 
     def __init__(
@@ -82,15 +84,19 @@ class RewardManager(ABC):
         Raises:
             ValueError: a column is missing.
             UnscorableError: no rule scores a row's data source, or the rule's package is missing.
+            AllRowsFailedError: no row of several could be scored.
         """
         responses = data.batch["responses"]
         lengths = data.batch["attention_mask"][:, -responses.shape[1] :].sum(dim=-1).tolist()
         calls = self._calls(data, lengths)
         outcomes = self._outcomes(calls)
-        results = [self._result(i, calls[i], outcome) for i, outcome in enumerate(outcomes)]
-        failures = sum(result.pop("_failed") for result in results)
-        timeouts = sum(outcome.timed_out for outcome in outcomes)
-        self.metrics = {"reward/num_failures": float(failures - timeouts), "reward/num_timeouts": float(timeouts)}
+        results, faults = [], {}
+        for i, outcome in enumerate(outcomes):
+            result, fault = self._result(outcome)
+            results.append(result)
+            if fault is not None:
+                faults[i] = f"row {i} (data_source {calls[i]['data_source']!r}): {fault}"
+        self._report(faults, outcomes)
         scores = self._adjust(results, lengths)
         self._print_examples(data, calls, scores)
 
@@ -134,23 +140,38 @@ class RewardManager(ABC):
         ids = data.meta_info.get("eos_token_id", self.tokenizer.eos_token_id)
         return {ids} if ids is None or isinstance(ids, int) else set(ids)
 
-    def _result(self, i: int, call: dict[str, Any], outcome: Outcome) -> dict[str, Any]:
-        """Outcome of row ``i`` as a dict with a finite float under `score`; `_failed`: whether that is a stand-in."""
+    def _result(self, outcome: Outcome) -> tuple[dict[str, Any], str | None]:
+        """Outcome of a row as a dict with a finite float under `score`, and why that is a stand-in, if it is one."""
         if isinstance(outcome.error, UnscorableError):
             raise outcome.error
-        reason: Any = self._describe_timeout() if outcome.timed_out else repr(outcome.error)
+        reason = self._describe_timeout() if outcome.timed_out else repr(outcome.error)
         if not outcome.timed_out and outcome.error is None:
             try:
                 value = outcome.value
                 result = dict(value) if isinstance(value, dict) else {"score": value}
                 score = float(result["score"])
                 if math.isfinite(score):
-                    return result | {"score": score, "_failed": False}
+                    return result | {"score": score}, None
                 reason = f"the score is {score}"
             except Exception as error:  # what the user's function returned is not a score
                 reason = repr(error)
-        logger.warning("compute_score failed for row %d (data_source %r), score 0: %s", i, call["data_source"], reason)
-        return {"score": 0.0, "_failed": True}
+        return {"score": 0.0}, reason
+
+    def _report(self, faults: dict[int, str], outcomes: list[Outcome]) -> None:
+        """Log and count the rows that could not be scored, or stop the run if none of several could."""
+        if len(faults) == len(outcomes) > 1:
+            first = min(faults)
+            raise AllRowsFailedError(
+                f"the reward function failed on all {len(faults)} rows of a batch, first on {faults[first]}"
+            ) from outcomes[first].error
+        for fault in faults.values():
+            logger.warning("compute_score failed, score 0: %s", fault)
+        timeouts = sum(outcome.timed_out for outcome in outcomes)
+        self.metrics = {
+            "reward/num_failures": float(len(faults) - timeouts),
+            "reward/num_timeouts": float(timeouts),
+            "reward/failed_share": len(faults) / max(len(outcomes), 1),
+        }
 
     def _print_examples(self, data: DataProto, calls: list[dict[str, Any]], scores: list[float]) -> None:
         seen: Counter[str] = Counter()

@@ -17,7 +17,7 @@ class BatchRewardManager(RewardManager):
     """One call for the batch: `compute_score(data_sources=, solution_strs=, ground_truths=, extra_infos=)`, lists of
     length B, which returns B numbers or dicts with `score`.
 
-    A score that is None or not finite costs its row only. If the call raises, every row scores 0, since nothing tells
+    A score that is None or not finite costs its row only. If the call raises, all rows have failed, since nothing tells
     which one is to blame.
 
     Args:
