@@ -230,7 +230,6 @@ class SFTTrainer:
 
         start = perf_counter()
         batch = self._batch(next(batches))
-        tu.assign_non_tensor(batch, global_batch_size=self.config.data.train_batch_size)
         num_tokens = self._sum_over_dp(float(batch["input_ids"].values().numel()))
         output = self.worker.train_batch(batch)
         metrics = reduce_metrics(tu.get_non_tensor_data(output, "metrics", None) or {}) if output is not None else {}

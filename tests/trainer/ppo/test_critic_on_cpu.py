@@ -144,6 +144,15 @@ def test_only_the_critic_is_trained_in_the_warm_up(tmp_path):
     assert "".join(updates) == "w" + "cc" + "caw" * 2  # the rollout gets its first weights before all steps
     assert metrics["actor/grad_norm"] == 2.0 and "timing_s/update_critic" in metrics
     assert trainer.config.critic.optim.total_training_steps == 4
+    assert trainer.config.actor_rollout_ref.actor.optim.total_training_steps == 2  # its own updates
+
+
+def test_the_actors_warm_up_must_end_within_its_own_updates(tmp_path):
+    optim = "actor_rollout_ref.actor.optim"
+    changes = {"trainer.total_training_steps": 4, f"{optim}.lr_decay_style": "linear", f"{optim}.lr_warmup_steps": 2}
+    critic_trainer(tmp_path, **changes, **{"trainer.critic_warmup": 1})
+    with pytest.raises(ValueError, match=r"actor.optim.lr_warmup_steps=2 must be below the schedule's 2 steps"):
+        critic_trainer(tmp_path, **changes, **{"trainer.critic_warmup": 2})
 
 
 def test_the_critic_goes_into_checkpoints_and_comes_back(tmp_path):

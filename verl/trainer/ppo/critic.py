@@ -56,7 +56,6 @@ def update_critic(
         max_token_len_per_gpu=critic.ppo_max_token_len_per_gpu,
         micro_batch_size_per_gpu=critic.ppo_micro_batch_size_per_gpu,
         mini_batch_size=mini_batch_rows,
-        global_batch_size=mini_batch_rows,
         epochs=critic.ppo_epochs,
         seed=critic.data_loader_seed,
         dataloader_kwargs={"shuffle": critic.shuffle},

@@ -162,9 +162,11 @@ class RayPPOTrainer:
         self.total_training_steps = resolve_total_steps(
             len(self.train_dataloader), config.trainer.total_epochs, config.trainer.total_training_steps
         )
-        check_warmup("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim, self.total_training_steps)
+        # The actor's schedule counts its own updates, and there is none while the critic warms up.
+        actor_updates = max(self.total_training_steps - config.trainer.critic_warmup, 1)
+        check_warmup("actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim, actor_updates)
         with open_dict(config):
-            config.actor_rollout_ref.actor.optim.total_training_steps = self.total_training_steps
+            config.actor_rollout_ref.actor.optim.total_training_steps = actor_updates
         self.dp_size = actor_dp_size(config)
         actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
         self.mini_batch_rows = actor.ppo_mini_batch_size * n
@@ -431,7 +433,6 @@ class RayPPOTrainer:
             max_token_len_per_gpu=actor.ppo_max_token_len_per_gpu,
             micro_batch_size_per_gpu=actor.ppo_micro_batch_size_per_gpu,
             mini_batch_size=self.mini_batch_rows,
-            global_batch_size=self.mini_batch_rows,
             epochs=actor.ppo_epochs,
             seed=actor.data_loader_seed,
             dataloader_kwargs={"shuffle": actor.shuffle},
