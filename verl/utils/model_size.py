@@ -2,7 +2,7 @@
 """How many parameters a model has, in all and on one rank of a Megatron layout, from its config.json alone.
 
 Nothing is built and neither torch nor transformers is imported. The rules are those of what megatron-core 0.19.2 builds
-through megatron-bridge 0.6.2 for this engine; ``tests/utils/test_model_size_of_built_models.py`` holds them against
+through megatron-bridge 0.6.2 for this engine; ``tests/utils/test_memory_of_built_models.py`` holds them against
 real models in real worlds, parameter for parameter.
 """
 

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory one rank needs, before anything is built: each part in bytes, with its formula.
+
+Only what this project's engine holds for certain is counted, in the sizes in which it holds it (docs/memory.md). No
+constant is invented for what cannot be known (:data:`NOT_COUNTED`). Neither torch nor transformers is imported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from verl.utils.activation_memory import kept_by_layer, stage_activations
+from verl.utils.model_size import (
+    Layout,
+    ModelShape,
+    num_parameters,
+    padded_numel,
+    parameter_groups,
+    parameters_on_rank,
+)
+
+__all__ = [
+    "NOT_COUNTED",
+    "Layout",
+    "MemoryEstimate",
+    "MemoryPart",
+    "RolloutLoad",
+    "combine",
+    "estimate_memory",
+    "estimate_stages",
+]
+
+_SIZES = {"bfloat16": 2, "bf16": 2, "float16": 2, "float32": 4, "fp32": 4, "float64": 8, "fp64": 8}
+_FLOAT32 = 4
+_CHUNK_ELEMENTS = 1 << 22  # of verl.utils.megatron.tensor_parallel: what one temporary over the logits may hold
+_LOSS_TEMPORARIES, _LOG_PROB_TEMPORARIES, _SAMPLING_COPIES = 6, 3, 3
+_NOT_MODELLED = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
+
+UPDATE, LOG_PROB, GENERATE = "update", "log_prob", "generate"
+
+NOT_COUNTED = (
+    "the allocator's fragmentation and caches, and the CUDA context",
+    "buffers of NCCL, one set for each process group",
+    "workspaces of TransformerEngine, cuBLAS and the attention kernels",
+    "gradients of activations in the layer that the backward works on, and all-gathered inputs of its matrices",
+    "experts that get more than their even share of tokens",
+    "images: activations of the vision tower",
+    "the rollout's own forward pass: attention masks and hidden states of a prefill",
+    "tensors in transit while weights are copied to the rollout or saved",
+)
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """One part. ``phases`` names when it is on the device; empty: always."""
+
+    name: str
+    bytes: int
+    formula: str
+    phases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Parts of the rank that needs most.
+
+    Attributes:
+        parts: in the order in which they are built.
+        pipeline_stage: the stage they are of.
+        phases: bytes on the device in each phase of a step: what is always there and what the phase adds.
+        assumptions: what the figures rest on in this very case.
+        not_counted: what is left out always.
+    """
+
+    parts: tuple[MemoryPart, ...]
+    pipeline_stage: int
+    phases: dict[str, int]
+    assumptions: tuple[str, ...] = ()
+    not_counted: tuple[str, ...] = NOT_COUNTED
+
+    @property
+    def worst_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+    @property
+    def total(self) -> int:
+        """Bytes in the worst phase."""
+        return self.phases[self.worst_phase]
+
+    def part(self, name: str) -> MemoryPart:
+        """The part of that name; KeyError if there is none."""
+        for part in self.parts:
+            if part.name == name:
+                return part
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        parts = [{"name": p.name, "bytes": p.bytes, "formula": p.formula, "phases": list(p.phases)} for p in self.parts]
+        return {
+            "total": self.total,
+            "worst_phase": self.worst_phase,
+            "phases": dict(self.phases),
+            "pipeline_stage": self.pipeline_stage,
+            "parts": parts,
+            "assumptions": list(self.assumptions),
+            "not_counted": list(self.not_counted),
+        }
+
+
+@dataclass(frozen=True)
+class RolloutLoad:
+    """What the in-process rollout ("hf") holds on every rank: the whole model, and a cache while it generates.
+
+    ``rows``: responses generated at a time on one rank (``min(max_num_seqs, rows of the rank)``); ``tokens``:
+    ``prompt_length + response_length``.
+    """
+
+    rows: int
+    tokens: int
+    dtype: str = "bfloat16"
+
+
+def _phases(parts: tuple[MemoryPart, ...], names: tuple[str, ...]) -> dict[str, int]:
+    always = sum(part.bytes for part in parts if not part.phases)
+    return {name: always + sum(part.bytes for part in parts if name in part.phases) for name in names}
+
+
+def _element_size(dtype: str, key: str) -> int:
+    if dtype not in _SIZES:
+        raise ValueError(f"{key}={dtype} is not known; known: {', '.join(_SIZES)}")
+    return _SIZES[dtype]
+
+
+@dataclass(frozen=True)
+class _State:
+    """Sizes of one rank's state: numbers trained, frozen, in buffers, and in this rank's optimizer shard."""
+
+    trained: int
+    frozen: int
+    buffers: int
+    optimizer: int
+    words: str
+
+
+def _state(
+    shape: ModelShape,
+    layout: Layout,
+    pp_rank: int,
+    *,
+    distributed: bool,
+    instances: int,
+    mtp_trained: bool,
+    value_head: bool,
+    transformer_engine: bool,
+) -> _State:
+    groups = parameter_groups(shape, layout, pp_rank, value_head=value_head, transformer_engine=transformer_engine)
+    trained = [g for g in groups if mtp_trained or g.component != "mtp"]
+    frozen = sum(g.total for g in groups) - sum(g.total for g in trained)
+    total = sum(g.total for g in trained)
+    if not distributed:
+        return _State(total, frozen, total, total, f"{total:,} parameters, whole on every data-parallel rank")
+    apart = layout.experts_apart
+    kinds = [([g for g in trained if not (g.expert and apart)], layout.dp_cp, "dp x cp")]
+    if apart:
+        kinds.append(([g for g in trained if g.expert], layout.expert_dp, "expert dp"))
+    buffers, shards, words = 0, 0, []
+    for members, ranks, what in kinds:
+        if not members:
+            continue
+        ranks //= instances
+        padded = padded_numel(members, ranks)
+        buffers, shards = buffers + padded, shards + padded // ranks
+        words.append(f"{padded:,} / {ranks} ({what})")
+    return _State(total, frozen, buffers, shards, " + ".join(words))
+
+
+def _weights(state: _State, size: int, phases: tuple[str, ...]) -> MemoryPart:
+    numbers = state.buffers + state.frozen
+    formula = f"{numbers:,} numbers x {size} bytes"
+    if state.buffers != state.trained:
+        formula += f" ({state.trained:,} parameters, padded in the optimizer's buffers)"
+    if state.frozen:
+        formula += f"; {state.frozen:,} of them frozen"
+    return MemoryPart("weights", numbers * size, formula, phases)
+
+
+def _gradients(state: _State, size: int, in_float32: bool, phases: tuple[str, ...]) -> MemoryPart:
+    width = _FLOAT32 if in_float32 else size
+    why = "float32, so that sums over micro-batches lose no bits" if in_float32 and size < width else "as the weights"
+    formula = f"{state.buffers:,} numbers x {width} bytes ({why}); whole on every rank, in one buffer"
+    return MemoryPart("gradients", state.buffers * width, formula, phases)
+
+
+def _optimizer(state: _State, size: int, name: str, phases: tuple[str, ...]) -> MemoryPart:
+    width = max(size, _FLOAT32)
+    pieces = {"momentum": width} if name == "sgd" else {"first moment": width, "second moment": width}
+    if size < _FLOAT32:
+        pieces = {"float32 master weights": _FLOAT32} | pieces
+    each = sum(pieces.values())
+    words = " + ".join(f"{piece} {n}" for piece, n in pieces.items())
+    formula = f"{state.optimizer:,} numbers ({state.words}) x {each} bytes ({words})"
+    return MemoryPart("optimizer state", state.optimizer * each, formula, phases)
+
+
+def _logits(
+    name: str, shape: ModelShape, layout: Layout, tokens: int, size: int, tensors: int, temporaries: int, phase: str
+) -> MemoryPart:
+    width = shape.vocab_size // layout.tp
+    rows = min(tokens, max(1, _CHUNK_ELEMENTS // width))
+    temporary = temporaries * rows * width * max(size, _FLOAT32)
+    count = f" x {tensors} (main head and prediction depths)" if tensors > 1 else ""
+    over = ", overwritten by their gradient" if phase == UPDATE else ""
+    formula = (
+        f"{tokens:,} tokens x {width:,} columns x {size} bytes{count}{over}; "
+        f"+ at most {temporaries} float32 temporaries of {rows:,} rows = {temporary:,}"
+    )
+    return MemoryPart(name, tokens * width * size * tensors + temporary, formula, (phase,))
+
+
+def _rollout(shape: ModelShape, load: RolloutLoad) -> list[MemoryPart]:
+    size = _element_size(load.dtype, "rollout.dtype")
+    numbers = num_parameters(shape.without_mtp())["total"]
+    copy = MemoryPart(
+        "rollout's copy of the model",
+        numbers * size,
+        f"{numbers:,} parameters x {size} bytes: whole on every rank, and never moved away",
+    )
+    heads = shape.num_heads if shape.is_mla else shape.num_kv_heads
+    per_token = heads * (shape.query_head_dim + shape.value_head_dim)
+    cells, layers = load.rows * load.tokens * per_token * size, shape.num_layers
+    cache = MemoryPart(
+        "rollout's KV cache",
+        cells * (layers + 1),
+        f"{load.rows:,} rows x {load.tokens:,} tokens x {per_token:,} numbers ({heads} heads x "
+        f"({shape.query_head_dim} + {shape.value_head_dim})) x {size} bytes x ({layers} layers + 1 that is being copied "
+        "as it grows)",
+        (GENERATE,),
+    )
+    columns = load.rows * shape.vocab_size
+    sampling = MemoryPart(
+        "rollout's logits",
+        columns * (size + _SAMPLING_COPIES * _FLOAT32),
+        f"{load.rows:,} rows x {shape.vocab_size:,} columns x ({size} + {_SAMPLING_COPIES} float32 copies x 4) bytes",
+        (GENERATE,),
+    )
+    return [copy, cache, sampling]
+
+
+def estimate_stages(
+    shape: ModelShape,
+    layout: Layout,
+    *,
+    dtype: str = "bfloat16",
+    use_distributed_optimizer: bool = True,
+    max_tokens_per_rank: int,
+    max_tokens_without_grad: int | None = None,
+    recompute: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    ddp: Mapping[str, Any] | None = None,
+    forward_only: bool = False,
+    param_offload: bool = False,
+    optimizer_offload: bool = False,
+    num_micro_batches: int | None = None,
+    mtp_enable: bool = False,
+    mtp_train: bool = False,
+    value_head: bool = False,
+    reference: bool = False,
+    reference_offload: bool = False,
+    rollout: RolloutLoad | None = None,
+    packed: bool = True,
+    transformer_engine: bool = True,
+) -> list[MemoryEstimate]:
+    """Memory of a rank of each pipeline stage, for one engine and, with an actor, the reference and rollout beside it.
+
+    Args:
+        shape: of the whole model; prediction layers are dropped unless ``mtp_enable``.
+        layout: sizes of the parallel groups.
+        dtype: ``megatron.dtype``.
+        use_distributed_optimizer: ``megatron.use_distributed_optimizer``.
+        max_tokens_per_rank: tokens of the largest training micro-batch on one context rank: the token budget, or rows
+            of a micro-batch x length / context_parallel_size.
+        max_tokens_without_grad: likewise for log-probs; the training budget if None.
+        recompute: ``override_transformer_config``: the ``recompute_*`` keys and ``bias_activation_fusion`` are read.
+        optimizer: ``{"optimizer": name, "override_optimizer_config": {...}}``, or the ``optim`` section as a dict.
+        ddp: ``override_ddp_config``: ``grad_reduce_in_fp32`` and ``num_distributed_optimizer_instances`` are read.
+        forward_only: no optimizer: a reference policy on its own, or evaluation.
+        param_offload: weights and gradients are on the device only while they are used.
+        optimizer_offload: the optimizer's state is on the device only during updates.
+        num_micro_batches: of one update on a rank; None: at least as many as the pipeline needs.
+        mtp_enable, mtp_train: ``model.mtp.enable``, ``model.mtp.enable_train``.
+        value_head: a critic.
+        reference: a reference policy in the same process, laid out alike.
+        reference_offload: its ``param_offload``.
+        rollout: the in-process rollout on the same rank, or None.
+        packed: ``model.use_remove_padding``.
+        transformer_engine: layers as on an accelerator, or as on a CPU.
+
+    Raises:
+        ValueError: the layout does not divide the model, a dtype is not known, or there are no tokens.
+    """
+    size = _element_size(dtype, "dtype")
+    if max_tokens_per_rank < 1:
+        raise ValueError(f"max_tokens_per_rank={max_tokens_per_rank} must be at least 1")
+    overrides, ddp, optimizer = dict(recompute or {}), dict(ddp or {}), dict(optimizer or {})
+    plain = shape.without_mtp()
+    trains = not forward_only
+    built = shape if mtp_enable and trains else plain
+    mtp_trained = mtp_train and built.mtp_layers > 0
+    tokens, silent = max_tokens_per_rank, max_tokens_without_grad or max_tokens_per_rank
+    activations = dict(element_size=size, overrides=overrides, packed=packed, transformer_engine=transformer_engine)
+    working = _working_memory(built, layout, silent, activations)
+    extra = _rollout(shape, rollout) if rollout else []
+    names = (*([GENERATE] if rollout else []), LOG_PROB, *([UPDATE] if trains else []))
+
+    def stage(pp_rank: int) -> tuple[MemoryPart, ...]:
+        state = _state(
+            built,
+            layout,
+            pp_rank,
+            distributed=use_distributed_optimizer and trains,
+            instances=ddp.get("num_distributed_optimizer_instances") or 1,
+            mtp_trained=mtp_trained,
+            value_head=value_head,
+            transformer_engine=transformer_engine,
+        )
+        parts = [_weights(state, size, (LOG_PROB, UPDATE) if param_offload else ())]
+        if trains:
+            in_float32 = ddp.get("grad_reduce_in_fp32", size < _FLOAT32)
+            parts.append(_gradients(state, size, in_float32, (UPDATE,) if param_offload else ()))
+            name = optimizer.get("optimizer", "adam")
+            parts.append(_optimizer(state, size, name, (UPDATE,) if optimizer_offload else ()))
+            kept = stage_activations(
+                built,
+                layout,
+                pp_rank,
+                tokens,
+                num_micro_batches=num_micro_batches,
+                mtp_trained=mtp_trained,
+                **activations,
+            )
+            parts.append(MemoryPart("activations", kept.bytes, kept.formula, (UPDATE,)))
+        parts.append(working)
+        if pp_rank == layout.pp - 1 and not value_head:
+            if trains:
+                heads = 1 + (built.mtp_layers if mtp_trained else 0)
+                parts.append(_logits("logits", built, layout, tokens, size, heads, _LOSS_TEMPORARIES, UPDATE))
+            name = "logits of log-probs"
+            parts.append(_logits(name, built, layout, silent, size, 1, _LOG_PROB_TEMPORARIES, LOG_PROB))
+        if reference:
+            numbers = parameters_on_rank(plain, layout, pp_rank, transformer_engine=transformer_engine)["total"]
+            formula = f"{numbers:,} parameters x {size} bytes, no buffers"
+            phases = (LOG_PROB,) if reference_offload else ()
+            parts.append(MemoryPart("reference model's weights", numbers * size, formula, phases))
+        return (*parts, *extra)
+
+    assumptions = _assumptions(built, layout, trains, optimizer, transformer_engine)
+    stages = [(pp_rank, stage(pp_rank)) for pp_rank in range(layout.pp)]
+    return [MemoryEstimate(parts, pp_rank, _phases(parts, names), assumptions) for pp_rank, parts in stages]
+
+
+def estimate_memory(shape: ModelShape, layout: Layout, **settings: Any) -> MemoryEstimate:
+    """The stage of :func:`estimate_stages` that needs most; the same arguments."""
+    return max(estimate_stages(shape, layout, **settings), key=lambda estimate: estimate.total)
+
+
+def _working_memory(shape: ModelShape, layout: Layout, tokens: int, settings: Mapping[str, Any]) -> MemoryPart:
+    layers = [
+        sum(item.bytes for item in kept_by_layer(shape, layout, moe, **settings)) for moe in set(shape.moe_layers)
+    ]
+    each = ceil(max(layers))
+    formula = f"{tokens:,} tokens x {each:,} bytes: at most what one layer makes while it runs without gradients"
+    return MemoryPart("working memory of log-probs", tokens * each, formula, (LOG_PROB,))
+
+
+def _assumptions(
+    shape: ModelShape, layout: Layout, trains: bool, optimizer: Mapping[str, Any], transformer_engine: bool
+) -> tuple[str, ...]:
+    found = []
+    if shape.num_experts:
+        found.append("each expert gets the same number of tokens")
+    if transformer_engine:
+        found.append(
+            "activations are those of TransformerEngine's layers with flash attention, by formula, not measured"
+        )
+    if trains:
+        found.append("one gradient buffer for each kind of parameter (overlap_grad_reduce pads more, by bucket)")
+    given = dict(optimizer.get("override_optimizer_config") or {})
+    found += [
+        f"override_optimizer_config.{name} is set, and the optimizer's state is counted as without it"
+        for name in _NOT_MODELLED
+        if given.get(name)
+    ]
+    if layout.pp > 1:
+        found.append("all stages run the same number of micro-batches in 1F1B order")
+    return tuple(found)
+
+
+def combine(estimates: Mapping[str, MemoryEstimate]) -> MemoryEstimate:
+    """Several engines in one process, such as ``{"actor": ..., "critic": ...}``.
+
+    What is always on the device adds up; phases do not overlap and keep their engine's name. Each engine is taken at
+    its own worst pipeline stage, which may not be the same one: then the sum is an upper bound.
+    """
+    parts = tuple(
+        MemoryPart(f"{key}: {p.name}", p.bytes, p.formula, tuple(f"{key} {phase}" for phase in p.phases))
+        for key, estimate in estimates.items()
+        for p in estimate.parts
+    )
+    names = tuple(f"{key} {phase}" for key, estimate in estimates.items() for phase in estimate.phases)
+    stages = {estimate.pipeline_stage for estimate in estimates.values()}
+    assumptions = dict.fromkeys(text for estimate in estimates.values() for text in estimate.assumptions)
+    return MemoryEstimate(parts, max(stages), _phases(parts, names), tuple(assumptions))
