@@ -190,7 +190,14 @@ WRONG_PPO = [
     # Keys that are there and not supported.
     (
         {f"{A}.actor.megatron.use_dist_checkpointing": True},
-        [f"{A}.actor.megatron.use_dist_checkpointing=True is not supported"],
+        [f"{A}.actor.megatron.use_dist_checkpointing=True needs dist_checkpointing_path"],
+    ),
+    (
+        {
+            f"{A}.actor.megatron.use_dist_checkpointing": True,
+            f"{A}.actor.megatron.dist_checkpointing_path": "/no/such/folder",
+        },
+        [f"{A}.actor.megatron.dist_checkpointing_path=/no/such/folder: no such folder"],
     ),
     ({f"{A}.actor.megatron.router_replay.mode": "record"}, ["router_replay.mode='record' is not supported"]),
     ({f"{A}.model.mtp.enable_rollout": True}, ["model.mtp.enable_rollout=True is not supported"]),

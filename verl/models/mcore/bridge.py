@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from verl.utils.checkpoint.dist_weights import load_dist_weights
 from verl.utils.device import get_device_name
 from verl.utils.quiet import quiet_imports
 from verl.workers.config.names import NPU_FIELDS
@@ -304,20 +305,33 @@ def _build_local_mtp_layers() -> None:
     MegatronMappingRegistry._names_mtp_norms = True
 
 
-def load_weights(bridge: Any, modules: list[Any], path: str, train_mtp: bool) -> None:
-    """Read the model folder into a distributed model; a collective call.
+def load_weights(
+    bridge: Any, modules: list[Any], path: str, train_mtp: bool, dist_checkpoint: str | None = None
+) -> None:
+    """Read the first weights into a distributed model; a collective call.
 
     Args:
         bridge: from :func:`load_bridge`.
         modules: the model's pipeline chunks on this rank, not yet wrapped for gradient reduction.
         path: the Hugging Face folder.
         train_mtp: whether multi-token prediction layers are trained; if not, they are frozen.
+        dist_checkpoint: megatron-core checkpoint to read instead of the weights in ``path``.
 
     Raises:
-        ValueError: on every rank, naming weights of layers that the folder lacks. megatron-bridge only warns of them
-            and
-            leaves them random.
+        ValueError: on every rank, naming weights that the folder or the checkpoint lacks.
     """
+    if dist_checkpoint is not None:
+        load_dist_weights(modules, dist_checkpoint, bridge.hf_pretrained.config.get_text_config().vocab_size)
+    else:
+        _load_hf_weights(bridge, modules, path)
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if "mtp.layers." in name:
+                parameter.requires_grad_(train_mtp)
+
+
+def _load_hf_weights(bridge: Any, modules: list[Any], path: str) -> None:
+    """megatron-bridge only warns of parameters that the folder lacks, and leaves them random: refused here."""
     bridge.load_hf_weights(modules, path)
     # Heads and embeddings are left out: tied ones, and those of a critic, are rightly not in the folder.
     own = {
@@ -326,7 +340,7 @@ def load_weights(bridge: Any, modules: list[Any], path: str, train_mtp: bool) ->
         for name, parameter in module.named_parameters()
         if "mtp.layers." in name or "decoder.layers." in name or "decoder.final_layernorm" in name
     }
-    tasks = bridge.get_conversion_tasks(modules, path)
+    tasks = bridge.get_conversion_tasks(modules)
     loaded = {id(task.param_weight) for task in tasks if task is not None and task.megatron_module is not None}
     everywhere: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
     mine = [name for name, parameter in own.items() if id(parameter) not in loaded]
@@ -342,9 +356,6 @@ def load_weights(bridge: Any, modules: list[Any], path: str, train_mtp: bool) ->
             f"model.path={path}: no weights for {len(missing)} parameters of the {layers} that its config.json "
             f"implies, such as {missing[0]}; {way_out}"
         )
-    for name, parameter in own.items():
-        if "mtp.layers." in name:
-            parameter.requires_grad_(train_mtp)
 
 
 def is_mtp_task(task: Any) -> bool:

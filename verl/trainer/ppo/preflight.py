@@ -46,6 +46,7 @@ from verl.trainer.ppo.preflight_critic import (
 from verl.trainer.ppo.preflight_files import (
     PROMPT_ROW,
     check_data_sources,
+    check_dist_checkpoints,
     check_model_folder,
     check_num_rows,
     check_reward_file,
@@ -224,7 +225,7 @@ def check_sft_config(config: DictConfig, env: Mapping[str, str] | None = None, i
         _check_sft_values(found, os.environ if env is None else env)
     if found.may_check("data", "model"):
         _check_sft_files(found.tree, found.errors, found.notes if is_dry_run else None)
-    reasons = _below("engine", tables.ENGINE_NO_EFFECT) | _below("model", tables.MODEL_NO_EFFECT)
+    reasons = _below("engine", tables.engine_no_effect(found.tree["engine"])) | _below("model", tables.MODEL_NO_EFFECT)
     found.no_effect = _changed(found.tree, found.defaults, reasons | tables.SFT_NO_EFFECT)
     return found
 
@@ -449,8 +450,11 @@ def _check_ppo_files(tree: dict, errors: list[str], notes: list[str] | None = No
         errors += check_reward_file(custom["path"], custom["name"])
     if get(tree, f"{MODEL}.path"):
         errors += check_model_folder(MODEL, get(tree, MODEL), notes)
+    engines = [ENGINE, "actor_rollout_ref.ref.megatron"] if uses_reference(tree) else [ENGINE]
     if uses_critic(tree):
         errors += check_critic_files(tree, notes)
+        engines.append("critic.megatron")
+    errors += check_dist_checkpoints(tree, engines)
 
 
 def _check_sft_values(found: Findings, env: Mapping[str, str]) -> None:
@@ -492,6 +496,7 @@ def _check_sft_files(tree: dict, errors: list[str], notes: list[str] | None = No
     open_data_files("data.val_files", data["val_files"], needed, errors)
     if tree["model"]["path"]:
         errors += check_model_folder("model", tree["model"], notes)
+    errors += check_dist_checkpoints(tree, ["engine"])
 
 
 def _below(prefix: str, reasons: Mapping[str, str]) -> dict[str, str]:
@@ -510,12 +515,13 @@ def _ppo_no_effect(tree: dict, defaults: dict) -> dict[str, str]:
         if estimator not in readers:
             reasons[key] = f"read by {' and '.join(readers)} only"
     reasons |= _below(ROLLOUT, dict.fromkeys(tables.ROLLOUT_SERVER_ONLY, "for rollout servers"))
-    return reasons | _below(ENGINE, tables.ENGINE_NO_EFFECT)
+    return reasons | _below(ENGINE, tables.engine_no_effect(get(tree, ENGINE)))
 
 
 def _critic_no_effect(tree: dict, defaults: dict) -> dict[str, str]:
     if uses_critic(tree):
-        return _below("critic.megatron", tables.ENGINE_NO_EFFECT) | _below("critic.model", tables.MODEL_NO_EFFECT)
+        critic = _below("critic.megatron", tables.engine_no_effect(get(tree, "critic.megatron")))
+        return critic | _below("critic.model", tables.MODEL_NO_EFFECT)
     # What follows another key changes with it, and is nobody's setting.
     written = flatten(to_tree(compose_config("ppo_trainer").critic, resolve=False))
     own = [key for key in flatten(defaults["critic"]) if "${" not in str(written.get(key, ""))]

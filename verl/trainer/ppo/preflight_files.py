@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.preflight_sources import supported_architectures
+from verl.utils.checkpoint.dist_weights import dist_checkpoint_problem
 from verl.utils.config import did_you_mean
 
 # A text file is looked through only so far; parquet knows its columns and rows without being read.
@@ -243,6 +244,24 @@ def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | N
             f"{path}.tokenizer_path to a folder that has one"
         )
     return errors
+
+
+def check_dist_checkpoints(tree: Mapping[str, Any], engines: Iterable[str]) -> list[str]:
+    """Whether the megatron-core checkpoints that engines read their first weights from are there.
+
+    Args:
+        tree: the config.
+        engines: keys of the engines' nodes. A path that several of them name is reported once.
+    """
+    errors: dict[str, str] = {}
+    for path in engines:
+        node: Any = tree
+        for part in path.split("."):
+            node = node[part]
+        folder = node["dist_checkpointing_path"] if node["use_dist_checkpointing"] else None
+        if folder and (problem := dist_checkpoint_problem(folder)):
+            errors.setdefault(folder, f"{path}.dist_checkpointing_path={folder}: {problem}")
+    return list(errors.values())
 
 
 def _is_hub_name(path: str) -> bool:

@@ -5,6 +5,7 @@ The rule: a key that would change results and is not supported is refused by nam
 is accepted, so that verl's scripts run, and named in one log line when it is set.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from verl.utils.device import DEVICE_NAMES
@@ -15,7 +16,6 @@ ENGINES = {"ppo_trainer": ("actor_rollout_ref.actor.megatron", "actor_rollout_re
 
 # Key below a node -> (the only value that is supported, what to do instead).
 ENGINE_REFUSED = {
-    "use_dist_checkpointing": (False, "weights are read from the Hugging Face folder in model.path"),
     "use_megatron_fsdp": (False, "use_distributed_optimizer=True shards the optimizer's state"),
     "override_mcore_model_config": ({}, "put the model's fields in override_transformer_config"),
     "router_replay.mode": ("disabled", "recorded expert choices are not replayed"),
@@ -25,9 +25,16 @@ ENGINE_NO_EFFECT = {
     "grad_offload": "gradients go with param_offload",
     "use_mbridge": "weights always go through megatron-bridge",
     "vanilla_mbridge": "weights always go through megatron-bridge",
-    "dist_checkpointing_path": "weights are read from the Hugging Face folder in model.path",
+    "dist_checkpointing_path": "read while use_dist_checkpointing=True; else the weights are those in model.path",
     **{f"override_transformer_config.{name}": "megatron-core for Ascend NPUs reads it" for name in NPU_FIELDS},
 }
+
+
+def engine_no_effect(engine: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of an engine's node that nothing reads, with the reason; one of them is read if another says so."""
+    is_read = engine["use_dist_checkpointing"]
+    return {key: why for key, why in ENGINE_NO_EFFECT.items() if not (is_read and key == "dist_checkpointing_path")}
+
 
 MODEL_REFUSED = {
     "lora.rank": (0, "low-rank adapters are not supported"),

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.utils.checkpoint.dist_weights import sharded_model_state
+
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _FOLDER = "dist_ckpt"
@@ -36,7 +38,7 @@ def _state(engine: Any, contents: list[str], is_loading: bool) -> dict[str, Any]
     metadata = dict(_METADATA)  # megatron-core writes the present group into it
     chunks = unwrap_model(engine.module)
     model = {
-        key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(_model_keys(engine), chunks, strict=True)
+        key: sharded_model_state(chunk, metadata) for key, chunk in zip(_model_keys(engine), chunks, strict=True)
     }
     state: dict[str, Any] = dict(model) if "model" in contents else {}
     if "optimizer" in contents and engine.optimizer is not None:

@@ -78,9 +78,19 @@ class McoreEngineConfig(BaseConfig):
     override_mcore_model_config: dict[str, Any] = field(default_factory=dict)
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
 
+    @property
+    def dist_checkpoint(self) -> str | None:
+        """The megatron-core checkpoint that the first weights are read from, if it is not the Hugging Face folder."""
+        return self.dist_checkpointing_path if self.use_dist_checkpointing else None
+
     def __post_init__(self) -> None:
         check_name("strategy", self.strategy, ("megatron",))
         check_name("dtype", self.dtype, DTYPES)
+        if self.use_dist_checkpointing and not self.dist_checkpointing_path:
+            raise ValueError(
+                "use_dist_checkpointing=True needs dist_checkpointing_path, a folder that "
+                "scripts/converter_hf_to_mcore.py wrote"
+            )
         if dict(self.override_ddp_config or {}).get("overlap_param_gather"):
             raise ValueError(
                 "override_ddp_config.overlap_param_gather=True is not supported, since rollout, export and checkpoint "

@@ -126,9 +126,10 @@ class MegatronEngine(BaseEngine):
         config = self.engine_config
 
         def load(models: list[Any]) -> list[Any]:
-            for model in models:
-                model.to(self.dtype)
-            load_weights(self.bridge, models, self.model_config.path, train_mtp=self.model_config.mtp.enable_train)
+            for chunk in models:
+                chunk.to(self.dtype)
+            model = self.model_config
+            load_weights(self.bridge, models, model.path, model.mtp.enable_train, config.dist_checkpoint)
             self._after_loading(models)
             return models
 
