@@ -14,7 +14,7 @@ from typing import Any
 from verl.trainer.ppo.preflight_batch import model_parallel_size
 
 # Groups shown in the text; the JSON report has all of them.
-MAX_GROUPS_SHOWN = 4
+MAX_GROUPS_SHOWN = 8
 
 _WHAT = {
     "tensor": "share each matrix",
@@ -154,7 +154,7 @@ def describe_layout(
         stages=stages,
         stages_unknown=unknown,
         roles=roles,
-        notes=tuple(_node_notes(groups, world.ranks_per_node)),
+        notes=tuple(_node_notes(groups, world.ranks_per_node, has_experts=num_experts != 0)),
     )
 
 
@@ -174,12 +174,13 @@ def _expert_groups(etp: int, ep: int, edp: int, pp: int) -> list[Groups]:
     return [_groups(sizes, name, (name,)) for name in ("expert", "expert_tensor", "expert_data")]
 
 
-def _node_notes(groups: list[Groups], ranks_per_node: int) -> list[str]:
+def _node_notes(groups: list[Groups], ranks_per_node: int, has_experts: bool) -> list[str]:
     """Groups that talk in every layer and do so between nodes."""
     notes = []
+    talking = ("tensor", "context", *(("expert", "expert_tensor") if has_experts else ()))
     for group in groups:
         crosses = any(len({rank // ranks_per_node for rank in ranks}) > 1 for ranks in group.ranks)
-        if crosses and group.name in ("tensor", "context", "expert", "expert_tensor"):
+        if crosses and group.name in talking:
             notes.append(
                 f"{group.name} groups cross nodes: their ranks exchange data in every layer over the network between "
                 f"nodes ({group.size} ranks a group, {ranks_per_node} a node)"
@@ -210,9 +211,12 @@ def layers_of_stages(engine: Mapping[str, Any], num_layers: int | None) -> tuple
     return (*([first] if first is not None else []), *middle, *([last] if last is not None else [])), ""
 
 
-def describe_groups(groups: Groups) -> str:
-    """The groups in a line: ``0-1, 2-3`` for neighbours, ``0 4, 1 5`` for others, the first few of many."""
-    shown = ", ".join(map(_ranks_in_words, groups.ranks[:MAX_GROUPS_SHOWN]))
+def describe_groups(groups: Groups, space: str = " ") -> str:
+    """The groups in a line: ``0-1, 2-3`` for neighbours, ``0 4, 1 5`` for others, the first few of many.
+
+    ``space`` stands between the ranks of a group.
+    """
+    shown = ", ".join(_ranks_in_words(ranks).replace(" ", space) for ranks in groups.ranks[:MAX_GROUPS_SHOWN])
     more = len(groups.ranks) - MAX_GROUPS_SHOWN
     return f"{shown}, and {more} more groups" if more > 0 else shown
 

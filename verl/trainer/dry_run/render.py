@@ -13,6 +13,7 @@ from verl.trainer.dry_run.report import Report
 from verl.trainer.ppo.preflight_repair import value_in_words
 
 _WIDTH, _LABEL = 118, 18
+_NO_BREAK = "\u00a0"
 
 
 def as_json(report: Report) -> str:
@@ -54,6 +55,7 @@ def as_text(report: Report) -> str:
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
+    """A title and its rows of (label, text), wrapped; a line is not broken at a no-break space."""
     if not rows:
         return []
     lines = ["", title]
@@ -63,22 +65,27 @@ def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
         )
-    return lines
+    return [line.replace(_NO_BREAK, " ") for line in lines]
+
+
+def _sizes(**sizes: int) -> str:
+    """``tensor 2 x context 4``, not to be broken within an item."""
+    return " x ".join(f"{name.replace('_', _NO_BREAK)}{_NO_BREAK}{size}" for name, size in sizes.items())
 
 
 def _layout_rows(layout: LayoutReport) -> list[tuple[str, str]]:
     world = f"{layout.world_size} ranks ({layout.world_key})"
-    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context}"
+    sizes = _sizes(tensor=layout.tensor, pipeline=layout.pipeline, context=layout.context)
     if layout.data is None:
         rows = [("world", f"{world} do not divide into {sizes}")]
     else:
-        rows = [("world", f"{world} = {sizes} x data {layout.data}")]
+        rows = [("world", f"{world} = {sizes} x {_sizes(data=layout.data)}")]
     if layout.experts != 0:
         rows.append(("experts", _expert_words(layout)))
     for groups in layout.groups:
         if groups.size > 1 and not (layout.experts == 0 and groups.name.startswith("expert")):
             name = groups.name.replace("_", " ")
-            rows.append((name, f"{groups.size} ranks {groups.what}: {describe_groups(groups)}"))
+            rows.append((name, f"{groups.size} ranks {groups.what}: {describe_groups(groups, _NO_BREAK)}"))
     rows.append(("layers", _stages(layout)))
     if layout.tensor > 1:
         rows.append(("sequence", f"parallel between tensor ranks: {'yes' if layout.sequence_parallel else 'no'}"))
@@ -87,11 +94,11 @@ def _layout_rows(layout: LayoutReport) -> list[tuple[str, str]]:
 
 
 def _expert_words(layout: LayoutReport) -> str:
-    sizes = f"expert tensor {layout.expert_tensor} x expert {layout.expert} x pipeline {layout.pipeline}"
+    sizes = _sizes(expert_tensor=layout.expert_tensor, expert=layout.expert, pipeline=layout.pipeline)
     if layout.expert_data is None:
         words = f"{layout.world_size} ranks do not divide into {sizes}"
     else:
-        words = f"{layout.world_size} ranks = {sizes} x expert data {layout.expert_data}"
+        words = f"{layout.world_size} ranks = {sizes} x {_sizes(expert_data=layout.expert_data)}"
     if layout.experts is None:
         return words + ", if the model has experts"
     if layout.experts % layout.expert == 0:
