@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.preflight_batch import get, near_divisors
 from verl.trainer.ppo.preflight_critic import uses_critic
-from verl.trainer.ppo.preflight_sources import bridge_file
 from verl.utils.hf_config import architecture_of, find_hf_config
 
 __all__ = ["ModelFacts", "check_generation_model", "check_model", "check_ppo_models", "check_sft_model", "read_model"]
@@ -301,15 +301,20 @@ def _check_mtp(path: str, facts: ModelFacts, model: Mapping) -> list[str]:
     mtp = model.get("mtp") or {}
     if not mtp.get("enable") or facts.number(*_MTP_LAYERS):
         return []
-    if not any(name in facts.text for name in _MTP_LAYERS):
-        # The number may then be a default of the architecture's own; a mapping that never speaks of it has none.
-        file = bridge_file(facts.architecture)
-        if file is None or "mtp" in file.read_text(encoding="utf-8", errors="ignore").lower():
-            return []
+    if not any(name in facts.text for name in _MTP_LAYERS) and _may_default(facts.text.get("model_type")):
+        return []
     return [
         f"{path}.mtp.enable=True needs layers of multi-token prediction, and {facts.file} has none "
         f"({_MTP_LAYERS[0]}); set {path}.mtp.enable=False"
     ]
+
+
+def _may_default(model_type: Any) -> bool:
+    """Whether transformers' class for a config.json may give a number of these layers that the file does not."""
+    spec = find_spec("transformers")
+    root = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else Path()
+    file = root / "models" / str(model_type) / f"configuration_{model_type}.py"
+    return not file.is_file() or any(name in file.read_text(encoding="utf-8") for name in _MTP_LAYERS)
 
 
 def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:

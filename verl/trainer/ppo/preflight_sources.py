@@ -44,6 +44,12 @@ class Field:
             return bool(kinds & {"str", "list"}) or value in self.words
         return "list" in kinds if isinstance(value, list) else False
 
+    def or_else(self, other: "Field") -> "Field":
+        """A field that holds what either may."""
+        if self.kinds is None or other.kinds is None:
+            return Field()
+        return Field(self.kinds | other.kinds, tuple(dict.fromkeys(self.words + other.words)))
+
     def in_words(self) -> str:
         """What it may hold, for an error message."""
         names = {"bool": "True or False", "int": "a whole number", "float": "a number", "str": "text", "list": "a list"}
@@ -154,11 +160,13 @@ def provider_fields(architecture: str) -> Mapping[str, Field]:
         common.append(models / "mla_provider.py")
     files = sorted((own.parent if own else models).rglob("*.py"))
     names = ("ModelParallelConfig", "TransformerConfig", *["MLATransformerConfig"] * is_latent)
-    # A field's last definition is the one that holds.
-    fields = _class_fields(configs, names) | _class_fields(common) | _class_fields(files)
-    if not {"num_layers", "hidden_size", "tensor_model_parallel_size", "vocab_size"} <= set(fields):
+    known = _class_fields(configs, names)
+    for more in (_class_fields(common), _class_fields(files) if own else {}):
+        known |= {name: known[name].or_else(field) if name in known else field for name, field in more.items()}
+    if not {"num_layers", "hidden_size", "tensor_model_parallel_size", "vocab_size"} <= set(known):
         return {}
-    return dict.fromkeys(_assigned(files), Field()) | fields
+    others = _assigned(files) | (set() if own else set(_class_fields(files)))
+    return dict.fromkeys(others, Field()) | known
 
 
 def _assigned(files: Iterable[Path]) -> set[str]:
