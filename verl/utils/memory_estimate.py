@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
     "MemoryEstimate",
     "MemoryPart",
+    "MemorySettings",
     "RolloutLoad",
     "combine",
     "estimate_memory",
@@ -235,8 +236,8 @@ def _rollout(shape: ModelShape, load: RolloutLoad) -> list[MemoryPart]:
         "rollout's KV cache",
         cells * (layers + 1),
         f"{load.rows:,} rows x {load.tokens:,} tokens x {per_token:,} numbers ({heads} heads x "
-        f"({shape.query_head_dim} + {shape.value_head_dim})) x {size} bytes x ({layers} layers + 1 that is being copied "
-        "as it grows)",
+        f"({shape.query_head_dim} + {shape.value_head_dim})) x {size} bytes x ({layers} layers + 1 that is copied as "
+        "it grows)",
         (GENERATE,),
     )
     columns = load.rows * shape.vocab_size
@@ -249,116 +250,163 @@ def _rollout(shape: ModelShape, load: RolloutLoad) -> list[MemoryPart]:
     return [copy, cache, sampling]
 
 
-def estimate_stages(
-    shape: ModelShape,
-    layout: Layout,
-    *,
-    dtype: str = "bfloat16",
-    use_distributed_optimizer: bool = True,
-    max_tokens_per_rank: int,
-    max_tokens_without_grad: int | None = None,
-    recompute: Mapping[str, Any] | None = None,
-    optimizer: Mapping[str, Any] | None = None,
-    ddp: Mapping[str, Any] | None = None,
-    forward_only: bool = False,
-    param_offload: bool = False,
-    optimizer_offload: bool = False,
-    num_micro_batches: int | None = None,
-    mtp_enable: bool = False,
-    mtp_train: bool = False,
-    value_head: bool = False,
-    reference: bool = False,
-    reference_offload: bool = False,
-    rollout: RolloutLoad | None = None,
-    packed: bool = True,
-    transformer_engine: bool = True,
-) -> list[MemoryEstimate]:
-    """Memory of a rank of each pipeline stage, for one engine and, with an actor, the reference and rollout beside it.
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """What the estimate depends on besides model and layout; the config key of each in brackets.
 
-    Args:
-        shape: of the whole model; prediction layers are dropped unless ``mtp_enable``.
-        layout: sizes of the parallel groups.
-        dtype: ``megatron.dtype``.
-        use_distributed_optimizer: ``megatron.use_distributed_optimizer``.
+    Attributes:
         max_tokens_per_rank: tokens of the largest training micro-batch on one context rank: the token budget, or rows
             of a micro-batch x length / context_parallel_size.
         max_tokens_without_grad: likewise for log-probs; the training budget if None.
+        dtype: ``megatron.dtype``.
+        use_distributed_optimizer: ``megatron.use_distributed_optimizer``.
         recompute: ``override_transformer_config``: the ``recompute_*`` keys and ``bias_activation_fusion`` are read.
-        optimizer: ``{"optimizer": name, "override_optimizer_config": {...}}``, or the ``optim`` section as a dict.
+        optimizer: ``optim``: ``optimizer`` and ``override_optimizer_config`` are read.
         ddp: ``override_ddp_config``: ``grad_reduce_in_fp32`` and ``num_distributed_optimizer_instances`` are read.
         forward_only: no optimizer: a reference policy on its own, or evaluation.
         param_offload: weights and gradients are on the device only while they are used.
         optimizer_offload: the optimizer's state is on the device only during updates.
         num_micro_batches: of one update on a rank; None: at least as many as the pipeline needs.
-        mtp_enable, mtp_train: ``model.mtp.enable``, ``model.mtp.enable_train``.
+        mtp_enable: ``model.mtp.enable``; without it the prediction layers are not built.
+        mtp_train: ``model.mtp.enable_train``.
         value_head: a critic.
         reference: a reference policy in the same process, laid out alike.
         reference_offload: its ``param_offload``.
         rollout: the in-process rollout on the same rank, or None.
         packed: ``model.use_remove_padding``.
         transformer_engine: layers as on an accelerator, or as on a CPU.
+    """
+
+    max_tokens_per_rank: int
+    max_tokens_without_grad: int | None = None
+    dtype: str = "bfloat16"
+    use_distributed_optimizer: bool = True
+    recompute: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    ddp: Mapping[str, Any] | None = None
+    forward_only: bool = False
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    num_micro_batches: int | None = None
+    mtp_enable: bool = False
+    mtp_train: bool = False
+    value_head: bool = False
+    reference: bool = False
+    reference_offload: bool = False
+    rollout: RolloutLoad | None = None
+    packed: bool = True
+    transformer_engine: bool = True
+
+    def __post_init__(self) -> None:
+        _element_size(self.dtype, "dtype")
+        for name in ("max_tokens_per_rank", "max_tokens_without_grad"):
+            tokens = getattr(self, name)
+            if tokens is not None and tokens < 1:
+                raise ValueError(f"{name}={tokens} must be at least 1")
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one weight."""
+        return _SIZES[self.dtype]
+
+    @property
+    def tokens_without_grad(self) -> int:
+        """Tokens of the largest micro-batch of log-probs."""
+        return self.max_tokens_without_grad or self.max_tokens_per_rank
+
+    @property
+    def activations(self) -> dict[str, Any]:
+        """What the tables of activations ask for."""
+        return {
+            "element_size": self.element_size,
+            "overrides": dict(self.recompute or {}),
+            "packed": self.packed,
+            "transformer_engine": self.transformer_engine,
+        }
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        """Phases of a step."""
+        before = (GENERATE,) if self.rollout else ()
+        return (*before, LOG_PROB) if self.forward_only else (*before, LOG_PROB, UPDATE)
+
+
+def _training_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: MemorySettings) -> list[MemoryPart]:
+    size, ddp, trains = given.element_size, dict(given.ddp or {}), not given.forward_only
+    mtp_trained = given.mtp_train and shape.mtp_layers > 0
+    state = _state(
+        shape,
+        layout,
+        pp_rank,
+        distributed=given.use_distributed_optimizer and trains,
+        instances=ddp.get("num_distributed_optimizer_instances") or 1,
+        mtp_trained=mtp_trained,
+        value_head=given.value_head,
+        transformer_engine=given.transformer_engine,
+    )
+    parts = [_weights(state, size, (LOG_PROB, UPDATE) if given.param_offload else ())]
+    if not trains:
+        return parts
+    in_float32 = ddp.get("grad_reduce_in_fp32", size < _FLOAT32)
+    parts.append(_gradients(state, size, in_float32, (UPDATE,) if given.param_offload else ()))
+    name = dict(given.optimizer or {}).get("optimizer", "adam")
+    parts.append(_optimizer(state, size, name, (UPDATE,) if given.optimizer_offload else ()))
+    tokens = given.max_tokens_per_rank
+    kept = stage_activations(
+        shape,
+        layout,
+        pp_rank,
+        tokens,
+        num_micro_batches=given.num_micro_batches,
+        mtp_trained=mtp_trained,
+        **given.activations,
+    )
+    parts.append(MemoryPart("activations", kept.bytes, kept.formula, (UPDATE,)))
+    if pp_rank == layout.pp - 1 and not given.value_head:
+        heads = 1 + (shape.mtp_layers if mtp_trained else 0)
+        parts.append(_logits("logits", shape, layout, tokens, size, heads, _LOSS_TEMPORARIES, UPDATE))
+    return parts
+
+
+def _log_prob_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: MemorySettings) -> list[MemoryPart]:
+    tokens, size = given.tokens_without_grad, given.element_size
+    kinds = [kept_by_layer(shape, layout, moe, **given.activations) for moe in set(shape.moe_layers)]
+    each = ceil(max(sum(item.bytes for item in kept) for kept in kinds))
+    formula = f"{tokens:,} tokens x {each:,} bytes: at most what one layer makes while it runs without gradients"
+    parts = [MemoryPart("working memory of log-probs", tokens * each, formula, (LOG_PROB,))]
+    if pp_rank == layout.pp - 1 and not given.value_head:
+        name = "logits of log-probs"
+        parts.append(_logits(name, shape, layout, tokens, size, 1, _LOG_PROB_TEMPORARIES, LOG_PROB))
+    return parts
+
+
+def estimate_stages(shape: ModelShape, layout: Layout, **settings: Any) -> list[MemoryEstimate]:
+    """Memory of a rank of each pipeline stage, for one engine and, with an actor, the reference and rollout beside it.
+
+    Args:
+        shape: of the whole model; prediction layers are dropped unless ``mtp_enable``.
+        layout: sizes of the parallel groups.
+        settings: fields of :class:`MemorySettings`; ``max_tokens_per_rank`` must be given.
 
     Raises:
         ValueError: the layout does not divide the model, a dtype is not known, or there are no tokens.
     """
-    size = _element_size(dtype, "dtype")
-    if max_tokens_per_rank < 1:
-        raise ValueError(f"max_tokens_per_rank={max_tokens_per_rank} must be at least 1")
-    overrides, ddp, optimizer = dict(recompute or {}), dict(ddp or {}), dict(optimizer or {})
-    plain = shape.without_mtp()
-    trains = not forward_only
-    built = shape if mtp_enable and trains else plain
-    mtp_trained = mtp_train and built.mtp_layers > 0
-    tokens, silent = max_tokens_per_rank, max_tokens_without_grad or max_tokens_per_rank
-    activations = dict(element_size=size, overrides=overrides, packed=packed, transformer_engine=transformer_engine)
-    working = _working_memory(built, layout, silent, activations)
-    extra = _rollout(shape, rollout) if rollout else []
-    names = (*([GENERATE] if rollout else []), LOG_PROB, *([UPDATE] if trains else []))
-
-    def stage(pp_rank: int) -> tuple[MemoryPart, ...]:
-        state = _state(
-            built,
-            layout,
-            pp_rank,
-            distributed=use_distributed_optimizer and trains,
-            instances=ddp.get("num_distributed_optimizer_instances") or 1,
-            mtp_trained=mtp_trained,
-            value_head=value_head,
-            transformer_engine=transformer_engine,
-        )
-        parts = [_weights(state, size, (LOG_PROB, UPDATE) if param_offload else ())]
-        if trains:
-            in_float32 = ddp.get("grad_reduce_in_fp32", size < _FLOAT32)
-            parts.append(_gradients(state, size, in_float32, (UPDATE,) if param_offload else ()))
-            name = optimizer.get("optimizer", "adam")
-            parts.append(_optimizer(state, size, name, (UPDATE,) if optimizer_offload else ()))
-            kept = stage_activations(
-                built,
-                layout,
-                pp_rank,
-                tokens,
-                num_micro_batches=num_micro_batches,
-                mtp_trained=mtp_trained,
-                **activations,
-            )
-            parts.append(MemoryPart("activations", kept.bytes, kept.formula, (UPDATE,)))
-        parts.append(working)
-        if pp_rank == layout.pp - 1 and not value_head:
-            if trains:
-                heads = 1 + (built.mtp_layers if mtp_trained else 0)
-                parts.append(_logits("logits", built, layout, tokens, size, heads, _LOSS_TEMPORARIES, UPDATE))
-            name = "logits of log-probs"
-            parts.append(_logits(name, built, layout, silent, size, 1, _LOG_PROB_TEMPORARIES, LOG_PROB))
-        if reference:
-            numbers = parameters_on_rank(plain, layout, pp_rank, transformer_engine=transformer_engine)["total"]
-            formula = f"{numbers:,} parameters x {size} bytes, no buffers"
-            phases = (LOG_PROB,) if reference_offload else ()
-            parts.append(MemoryPart("reference model's weights", numbers * size, formula, phases))
-        return (*parts, *extra)
-
-    assumptions = _assumptions(built, layout, trains, optimizer, transformer_engine)
-    stages = [(pp_rank, stage(pp_rank)) for pp_rank in range(layout.pp)]
-    return [MemoryEstimate(parts, pp_rank, _phases(parts, names), assumptions) for pp_rank, parts in stages]
+    given, plain = MemorySettings(**settings), shape.without_mtp()
+    built = shape if given.mtp_enable and not given.forward_only else plain
+    engine = {"transformer_engine": given.transformer_engine}
+    made = []
+    for pp_rank in range(layout.pp):
+        parts = _training_parts(built, layout, pp_rank, given) + _log_prob_parts(built, layout, pp_rank, given)
+        if given.reference:
+            numbers = parameters_on_rank(plain, layout, pp_rank, **engine)["total"]
+            formula = f"{numbers:,} parameters x {given.element_size} bytes, no buffers"
+            phases = (LOG_PROB,) if given.reference_offload else ()
+            parts.append(MemoryPart("reference model's weights", numbers * given.element_size, formula, phases))
+        if given.rollout:
+            parts += _rollout(shape, given.rollout)
+        phases = _phases(tuple(parts), given.phase_names)
+        made.append(MemoryEstimate(tuple(parts), pp_rank, phases, _assumptions(built, layout, given)))
+    return made
 
 
 def estimate_memory(shape: ModelShape, layout: Layout, **settings: Any) -> MemoryEstimate:
@@ -366,32 +414,21 @@ def estimate_memory(shape: ModelShape, layout: Layout, **settings: Any) -> Memor
     return max(estimate_stages(shape, layout, **settings), key=lambda estimate: estimate.total)
 
 
-def _working_memory(shape: ModelShape, layout: Layout, tokens: int, settings: Mapping[str, Any]) -> MemoryPart:
-    layers = [
-        sum(item.bytes for item in kept_by_layer(shape, layout, moe, **settings)) for moe in set(shape.moe_layers)
-    ]
-    each = ceil(max(layers))
-    formula = f"{tokens:,} tokens x {each:,} bytes: at most what one layer makes while it runs without gradients"
-    return MemoryPart("working memory of log-probs", tokens * each, formula, (LOG_PROB,))
-
-
-def _assumptions(
-    shape: ModelShape, layout: Layout, trains: bool, optimizer: Mapping[str, Any], transformer_engine: bool
-) -> tuple[str, ...]:
+def _assumptions(shape: ModelShape, layout: Layout, given: MemorySettings) -> tuple[str, ...]:
     found = []
     if shape.num_experts:
         found.append("each expert gets the same number of tokens")
-    if transformer_engine:
+    if given.transformer_engine:
         found.append(
             "activations are those of TransformerEngine's layers with flash attention, by formula, not measured"
         )
-    if trains:
+    if not given.forward_only:
         found.append("one gradient buffer for each kind of parameter (overlap_grad_reduce pads more, by bucket)")
-    given = dict(optimizer.get("override_optimizer_config") or {})
+    override = dict(dict(given.optimizer or {}).get("override_optimizer_config") or {})
     found += [
         f"override_optimizer_config.{name} is set, and the optimizer's state is counted as without it"
         for name in _NOT_MODELLED
-        if given.get(name)
+        if override.get(name)
     ]
     if layout.pp > 1:
         found.append("all stages run the same number of micro-batches in 1F1B order")
