@@ -10,23 +10,15 @@ import typing
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-
-_T = TypeVar("_T")
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "trainer" / "config"
 
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a dict"}
 
 
-@overload
-def omega_conf_to_dataclass(config: DictConfig | Mapping, dataclass_type: type[_T], path: str = "") -> _T: ...
-@overload
-def omega_conf_to_dataclass(
-    config: DictConfig | Mapping | None, dataclass_type: type | None = None, path: str = ""
-) -> Any: ...
 def omega_conf_to_dataclass(
     config: DictConfig | Mapping | None, dataclass_type: type | None = None, path: str = ""
 ) -> Any:

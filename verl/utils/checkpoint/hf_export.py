@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-__all__ = ["save_hf_folder", "write_hf_folder"]
+__all__ = ["holds_mtp", "save_hf_folder", "write_hf_folder"]
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 _TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")
@@ -133,6 +133,17 @@ def _name_shards(shards: list[list[str]], target: str, total_bytes: int) -> None
         json.dump({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, file, indent=2, sort_keys=True)
 
 
+def holds_mtp(names: Iterable[str], source: str | Path) -> bool:
+    """Whether multi-token-prediction layers are among the tensors ``names`` of the Hugging Face folder ``source``."""
+    num_layers = _num_layers(source)
+    return any(_is_mtp(name, num_layers) for name in names)
+
+
+def _num_layers(source: str | Path) -> int:
+    config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
+    return int({**config, **(config.get("text_config") or {})}["num_hidden_layers"])
+
+
 def _is_mtp(name: str, num_layers: int) -> bool:
     """Whether a tensor belongs to a multi-token-prediction layer: named so, or a layer after the last."""
     layer = re.search(r"\blayers\.(\d+)\.", name)
@@ -149,8 +160,7 @@ def _check_names(written: set[str], source: str, removed: set[str], added: set[s
     expected = (expected - removed) | added
     missing = {name for name in expected - written if not name.endswith(_BUFFERS)}
     if without_mtp and missing:
-        config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-        num_layers = {**config, **(config.get("text_config") or {})}["num_hidden_layers"]
+        num_layers = _num_layers(source)
         missing = {name for name in missing if not _is_mtp(name, num_layers)}
     extra = written - expected
     if missing or extra:
