@@ -284,12 +284,14 @@ class SFTTrainer:
         What is missing to whole micro-batches on every rank is filled with row 0, which does not count: the engine's
         collectives need every rank.
         """
-        data, num_rows = self.config.data, len(self.val_dataset)
+        data, engine, num_rows = self.config.data, self.config.engine, len(self.val_dataset)
         for start in range(0, num_rows, rows_per_rank * self.dp_size):
             whole = min(rows_per_rank * self.dp_size, num_rows - start)
             share = -(-whole // self.dp_size)
             mine = list(range(start + self.dp_rank * share, min(start + (self.dp_rank + 1) * share, start + whole)))
             micro = 1 if data.use_dynamic_bsz else data.micro_batch_size_per_gpu
+            if engine.virtual_pipeline_model_parallel_size:  # they take a multiple of this many micro-batches
+                micro *= engine.pipeline_model_parallel_size
             padded = -(-share // micro) * micro
             yield mine + [0] * (padded - len(mine)), len(mine)
 
