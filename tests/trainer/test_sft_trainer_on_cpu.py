@@ -131,6 +131,16 @@ def test_validation_loss_does_not_depend_on_ranks_or_micro_batches(make_trainer,
         trainer.dp_rank, trainer.dp_size = 0, 1
 
 
+def test_validation_fills_whole_rounds_of_virtual_stages(make_trainer, files):
+    trainer = make_trainer(f"data.val_files={files / 'train.jsonl'}")
+    trainer.build()
+    engine = trainer.config.engine
+    engine.pipeline_model_parallel_size, engine.virtual_pipeline_model_parallel_size = 3, 2
+    for dynamic, multiple in ((True, 3), (False, 3 * trainer.config.data.micro_batch_size_per_gpu)):
+        trainer.config.data.use_dynamic_bsz = dynamic
+        assert all(len(rows) % multiple == 0 for rows, _ in trainer._val_rows(rows_per_rank=5))
+
+
 def test_target_nll_counts_the_targets_of_the_rows_that_count():
     log_probs = torch.nested.nested_tensor(
         [torch.tensor([-1.0, -2.0, -4.0, 99.0]), torch.tensor([-8.0, 99.0]), torch.tensor([-16.0, 99.0])],

@@ -96,9 +96,10 @@ def check_ppo_batches(tree: Mapping, dp_size: int, use_reference: bool) -> list[
     actor, rollout = get(tree, "actor_rollout_ref.actor"), get(tree, "actor_rollout_ref.rollout")
     train = get(tree, "data.train_batch_size")
     errors = check_mini_batch(actor, "actor_rollout_ref.actor", train, rollout["n"], dp_size)
-    errors += _check_pass(rollout, "actor_rollout_ref.rollout")
+    rows, engine = train * rollout["n"] // dp_size, actor["megatron"]
+    errors += _check_pass(rollout, "actor_rollout_ref.rollout", rows, engine)
     if use_reference:
-        errors += _check_pass(get(tree, "actor_rollout_ref.ref"), "actor_rollout_ref.ref")
+        errors += _check_pass(get(tree, "actor_rollout_ref.ref"), "actor_rollout_ref.ref", rows, engine)
     return errors + _check_budgets(tree, use_reference)
 
 
@@ -130,7 +131,9 @@ def check_mini_batch(section: Mapping, path: str, train: int, n: int, dp_size: i
             f"{path}.ppo_mini_batch_size={mini} x actor_rollout_ref.rollout.n={n} = {rows} responses cannot be shared "
             f"by {dp_size} data-parallel ranks; use ppo_mini_batch_size={near_multiples(mini, step)}"
         )
-    elif not section["use_dynamic_bsz"]:
+    elif section["use_dynamic_bsz"]:
+        errors += check_virtual_stages(section["megatron"], f"{path}.use_dynamic_bsz=True", None, rows // dp_size)
+    else:
         errors += _check_micro_batch(section, path, rows // dp_size)
     return errors
 
@@ -147,19 +150,48 @@ def _check_micro_batch(actor: Mapping, path: str, rows: int) -> list[str]:
             f"{path}.ppo_micro_batch_size_per_gpu={micro} does not divide {rows}, the responses of a mini-batch on one "
             f"data-parallel rank; use {near_divisors(micro, rows)}"
         ]
-    engine = actor["megatron"]
-    pp, vpp = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"]
-    if vpp and rows // micro % pp:
-        return [
-            f"{path}.ppo_micro_batch_size_per_gpu={micro} makes {rows // micro} micro-batches; with virtual pipeline "
-            f"stages their number must be a multiple of {path}.megatron.pipeline_model_parallel_size={pp}"
-        ]
-    return []
+    return check_virtual_stages(actor["megatron"], f"{path}.ppo_micro_batch_size_per_gpu", micro, rows)
 
 
-def _check_pass(section: Mapping, path: str) -> list[str]:
-    if section["log_prob_use_dynamic_bsz"] or section["log_prob_micro_batch_size_per_gpu"] is not None:
+def check_virtual_stages(engine: Mapping, key: str, micro: int | None, rows: int) -> list[str]:
+    """Whether a rank's rows make a number of micro-batches that virtual pipeline stages can take.
+
+    Args:
+        engine: the engine's node.
+        key: of the micro-batch size, or of the budget that replaces it.
+        micro: rows of a micro-batch; None where a token budget decides.
+        rows: of a rank.
+    """
+    pp = engine["pipeline_model_parallel_size"]
+    if not engine["virtual_pipeline_model_parallel_size"] or rows < 1:
         return []
+    if micro is None:
+        if rows >= pp:
+            return []
+        return [
+            f"{key} makes at most {rows} micro-batches of the {rows} rows on one data-parallel rank; with virtual "
+            f"pipeline stages there must be a multiple of pipeline_model_parallel_size={pp}; use larger batches or "
+            "fewer data-parallel ranks"
+        ]
+    count = -(-rows // micro)
+    if count % pp == 0:
+        return []
+    fitting = [size for size in range(1, rows + 1) if -(-rows // size) % pp == 0]
+    near = [size for size in fitting if size < micro][-1:] + [size for size in fitting if size > micro][:1]
+    advice = f"use {' or '.join(map(str, near))}" if near else "use larger batches or fewer data-parallel ranks"
+    return [
+        f"{key}={micro} makes {count} micro-batches of the {rows} rows on one data-parallel rank; with virtual "
+        f"pipeline stages their number must be a multiple of pipeline_model_parallel_size={pp}; {advice}"
+    ]
+
+
+def _check_pass(section: Mapping, path: str, rows: int, engine: Mapping) -> list[str]:
+    """A pass without gradients, over all of a rank's rows at once."""
+    micro = section["log_prob_micro_batch_size_per_gpu"]
+    if section["log_prob_use_dynamic_bsz"]:
+        return check_virtual_stages(engine, f"{path}.log_prob_use_dynamic_bsz=True", None, rows)
+    if micro is not None:
+        return check_virtual_stages(engine, f"{path}.log_prob_micro_batch_size_per_gpu", micro, rows)
     return [
         f"{path}.log_prob_micro_batch_size_per_gpu is not set while {path}.log_prob_use_dynamic_bsz=False; "
         "set one of them"
@@ -216,6 +248,10 @@ def check_sft_batches(tree: Mapping, dp_size: int) -> list[str]:
             f"data.micro_batch_size_per_gpu={micro} does not divide {batch // dp_size}, the conversations of a batch "
             f"on one data-parallel rank; use {near_divisors(micro, batch // dp_size)}"
         )
+    else:
+        key = "data.use_dynamic_bsz=True" if data["use_dynamic_bsz"] else "data.micro_batch_size_per_gpu"
+        size = None if data["use_dynamic_bsz"] else micro
+        errors += check_virtual_stages(tree["engine"], key, size, batch // dp_size)
     if data["use_dynamic_bsz"] and longest > budget * cp:
         errors.append(
             f"data.max_token_len_per_gpu={budget} x engine.context_parallel_size={cp} is less than data.max_length="

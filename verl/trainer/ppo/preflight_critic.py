@@ -8,8 +8,8 @@ from verl.trainer.ppo.preflight_batch import (
     check_budget,
     check_mini_batch,
     check_model_options,
+    check_virtual_stages,
     get,
-    near_divisors,
 )
 from verl.trainer.ppo.preflight_files import check_model_folder
 from verl.trainer.ppo.preflight_regime import check_guards
@@ -75,19 +75,13 @@ def check_layout_of_critic(tree: Mapping, dp_size: int | None) -> list[str]:
 
 def _check_value_pass(tree: Mapping, dp_size: int | None) -> list[str]:
     """Values are computed for the whole batch at once; virtual stages need a fitting number of micro-batches there."""
-    critic, pp = tree["critic"], get(tree, f"{ENGINE}.pipeline_model_parallel_size")
-    micro = critic["ppo_micro_batch_size_per_gpu"]
-    virtual = get(tree, f"{ENGINE}.virtual_pipeline_model_parallel_size")
-    if critic["use_dynamic_bsz"] or not (micro and virtual and dp_size):
+    critic, dynamic = tree["critic"], get(tree, "critic.use_dynamic_bsz")
+    micro = None if dynamic else critic["ppo_micro_batch_size_per_gpu"]
+    if not dp_size or not (dynamic or micro):
         return []
     rows = get(tree, "data.train_batch_size") * get(tree, "actor_rollout_ref.rollout.n") // dp_size
-    if -(-rows // micro) % pp == 0:
-        return []
-    return [
-        f"critic.ppo_micro_batch_size_per_gpu={micro} makes {-(-rows // micro)} micro-batches of the {rows} responses "
-        f"on one rank; with virtual pipeline stages their number must be a multiple of {pp}; use "
-        f"{near_divisors(micro, max(rows // pp, 1))}"
-    ]
+    key = "critic.use_dynamic_bsz=True" if dynamic else "critic.ppo_micro_batch_size_per_gpu"
+    return check_virtual_stages(get(tree, ENGINE), key, micro, rows)
 
 
 def check_critic_files(tree: Mapping, notes: list[str] | None = None) -> list[str]:
