@@ -7,12 +7,13 @@ from dataclasses import asdict
 
 from verl.trainer.dry_run.batches import BatchReport, MicroBatches, Schedule, Steps, Updates
 from verl.trainer.dry_run.layout import LayoutReport, describe_groups
+from verl.trainer.dry_run.memory import MemoryReport
 from verl.trainer.dry_run.offline import OfflineReport
 from verl.trainer.dry_run.regime import RegimeReport
 from verl.trainer.dry_run.report import Report
 from verl.trainer.ppo.preflight_repair import value_in_words
 
-_WIDTH, _LABEL = 118, 18
+_WIDTH, _LABEL = 118, 20
 _NO_BREAK = "\u00a0"
 
 
@@ -37,6 +38,8 @@ def as_text(report: Report) -> str:
         lines += _section("Work", _offline_rows(report.offline))
     if report.regimes:
         lines += _section("Loss scaling", [row for regime in report.regimes for row in _regime_rows(regime)])
+    if report.memory is not None:
+        lines += _section("Memory of one rank", _memory_rows(report.memory))
     changed = [
         ("", f"{key.key}={value_in_words(key.value)}  (default {value_in_words(key.default)})")
         for key in report.changed
@@ -269,3 +272,25 @@ def _offline_rows(offline: OfflineReport) -> list[tuple[str, str]]:
         ]
         rows[1] = (rows[1][0], rows[1][1] + _number(offline.responses))
     return [*rows, ("output", value_in_words(offline.output))]
+
+
+def bytes_in_words(number: int) -> str:
+    """Bytes in the unit that leaves a readable number."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} bytes"
+
+
+def _memory_rows(memory: MemoryReport) -> list[tuple[str, str]]:
+    estimate = memory.estimate
+    if estimate is None:
+        return [("not estimated", memory.unknown)]
+    most = f"{bytes_in_words(estimate['total'])} in the phase {estimate['worst_phase']}"
+    phases = ", ".join(f"{name} {bytes_in_words(size)}" for name, size in estimate["phases"].items())
+    rows = [("at most", f"{most} (pipeline stage {estimate['pipeline_stage']}); by phase: {phases}")]
+    for part in estimate["parts"]:
+        when = f", in {' and '.join(part['phases'])}" if part["phases"] else ", always"
+        rows.append((bytes_in_words(part["bytes"]), f"{part['name']}{when}: {part['formula']}"))
+    rows.append(("assumed", "; ".join(estimate["assumptions"]) or "nothing"))
+    return [*rows, ("not counted", "; ".join(estimate["not_counted"]))]

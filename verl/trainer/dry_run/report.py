@@ -16,6 +16,12 @@ from verl.trainer.dry_run.batches import (
     warmup_problems,
 )
 from verl.trainer.dry_run.layout import LayoutReport, World, describe_layout
+from verl.trainer.dry_run.memory import (
+    MemoryReport,
+    describe_generation_memory,
+    describe_ppo_memory,
+    describe_sft_memory,
+)
 from verl.trainer.dry_run.offline import OfflineReport, describe_evaluation, describe_generation
 from verl.trainer.dry_run.regime import RegimeReport, describe_regimes
 from verl.trainer.ppo.preflight import (
@@ -78,6 +84,7 @@ class Report:
     batches: BatchReport | None = None
     regimes: tuple[RegimeReport, ...] = ()
     offline: OfflineReport | None = None
+    memory: MemoryReport | None = None
     changed: tuple[ChangedKey, ...] = ()
     unread: tuple[UnreadKey, ...] = ()
 
@@ -123,7 +130,8 @@ def _describe(tree: dict, config_name: str, found: Findings) -> dict[str, Any]:
         return {"offline": describe_evaluation(tree)}
     world = world_of(tree["trainer"], config_name, os.environ)
     if config_name == "generation":
-        return {"offline": describe_generation(tree, world.size)}
+        work = describe_generation(tree, world.size)
+        return {"offline": work, "memory": describe_generation_memory(tree, work)}
     if config_name == "sft_trainer_engine":
         engines = [("engine", tree["engine"], "model", tree["model"], None)]
         roles: tuple[str, ...] = ("its share of the model, which is trained",)
@@ -141,9 +149,11 @@ def _describe(tree: dict, config_name: str, found: Findings) -> dict[str, Any]:
     layout = describe_layout(engine, path, world, layers, experts, roles)
     if config_name == "ppo_trainer":
         batches = describe_ppo_batches(tree, layout.data, uses_reference(tree))
+        memory = describe_ppo_memory(tree, layout, batches, uses_reference(tree))
     else:
         batches = describe_sft_batches(tree, layout.data)
-    return {"layout": layout, "batches": batches, "regimes": tuple(describe_regimes(engines))}
+        memory = describe_sft_memory(tree, layout, batches)
+    return {"layout": layout, "batches": batches, "regimes": tuple(describe_regimes(engines)), "memory": memory}
 
 
 def ppo_roles(tree: Mapping) -> tuple[str, ...]:

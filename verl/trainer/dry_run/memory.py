@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank needs in memory, from the configuration and the model's config.json; formulas in docs/memory.md."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from verl.trainer.dry_run.batches import BatchReport, MicroBatches
+from verl.trainer.dry_run.layout import LayoutReport
+from verl.trainer.dry_run.offline import OfflineReport
+from verl.trainer.ppo.preflight_batch import get
+from verl.utils.hf_config import find_hf_config
+from verl.utils.memory_estimate import (
+    Layout,
+    MemoryEstimate,
+    RolloutLoad,
+    combine,
+    estimate_memory,
+)
+from verl.utils.model_size import ModelShape, read_model_shape
+
+_A = "actor_rollout_ref"
+_ROLLOUT_PARTS = "rollout's "
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """``estimate`` as `MemoryEstimate.to_dict` gives it, or None with the reason in ``unknown``."""
+
+    estimate: dict[str, Any] | None
+    unknown: str = ""
+
+
+def describe_ppo_memory(tree: Mapping, layout: LayoutReport, batches: BatchReport, reference: bool) -> MemoryReport:
+    """Actor with reference model and rollout, and the critic if there is one, in one process."""
+    actor, rollout = get(tree, f"{_A}.actor"), get(tree, f"{_A}.rollout")
+    rows = _rows_of_rollout(batches.steps.batch_size * batches.responses_per_prompt, layout.world_size, rollout)
+    load = RolloutLoad(rows, rollout["prompt_length"] + rollout["response_length"], rollout["dtype"])
+    update, passes = batches.updates[0].micro_batches, [part for part in batches.passes if part.name != "values"]
+    more = {
+        "reference": reference,
+        "reference_offload": bool(get(tree, f"{_A}.ref.megatron.param_offload")),
+        "rollout": load,
+    }
+
+    def engines() -> dict[str, MemoryEstimate]:
+        device = tree["trainer"]["device"]
+        model = get(tree, f"{_A}.model")
+        made = {
+            "actor": _engine(model, actor["megatron"], actor["optim"], layout, batches, update, passes, device, **more)
+        }
+        if len(batches.updates) > 1:
+            critic, values = tree["critic"], [part for part in batches.passes if part.name == "values"]
+            split = batches.updates[1].micro_batches
+            made["critic"] = _engine(
+                critic["model"],
+                critic["megatron"],
+                critic["optim"],
+                layout,
+                batches,
+                split,
+                values,
+                device,
+                value_head=True,
+            )
+        return made
+
+    return _report(engines)
+
+
+def describe_sft_memory(tree: Mapping, layout: LayoutReport, batches: BatchReport) -> MemoryReport:
+    """The one model of SFT."""
+    update, device = batches.updates[0].micro_batches, tree["trainer"]["device"]
+    return _report(
+        lambda: {
+            "model": _engine(tree["model"], tree["engine"], tree["optim"], layout, batches, update, [update], device)
+        }
+    )
+
+
+def describe_generation_memory(tree: Mapping, work: OfflineReport) -> MemoryReport:
+    """A worker's copy of the model and what generating takes; there is no engine."""
+
+    def engines() -> dict[str, MemoryEstimate]:
+        rollout, rows = tree["rollout"], work.rows_per_worker or 1
+        rows = min(rows, rollout["max_num_seqs"] or rows)
+        load = RolloutLoad(rows, rollout["prompt_length"] + rollout["response_length"], rollout["dtype"])
+        whole = estimate_memory(_shape(tree["model"]), Layout(), max_tokens_per_rank=1, forward_only=True, rollout=load)
+        parts = tuple(part for part in whole.parts if part.name.startswith(_ROLLOUT_PARTS))
+        return {"rollout": MemoryEstimate(parts, 0, {"generate": sum(part.bytes for part in parts)})}
+
+    return _report(engines)
+
+
+def _report(engines: Any) -> MemoryReport:
+    try:
+        made = engines()
+        estimate = combine(made) if len(made) > 1 else next(iter(made.values()))
+    except ValueError as error:
+        return MemoryReport(None, str(error))
+    return MemoryReport(estimate.to_dict())
+
+
+def _shape(model: Mapping) -> ModelShape:
+    config, source = find_hf_config(model)
+    if config is None:
+        raise ValueError(source)
+    return read_model_shape(config)
+
+
+def _rows_of_rollout(rows: int, world_size: int, rollout: Mapping) -> int:
+    """Responses that a rank generates at a time: the rollout takes every rank as a data-parallel one."""
+    share = ceil(rows / world_size)
+    return min(share, rollout["max_num_seqs"] or share)
+
+
+def largest_micro_batch(part: MicroBatches, context: int, multiple: int) -> int | None:
+    """Tokens of the largest micro-batch on one context rank; None if the split is not known.
+
+    By tokens: the budget, or all sequences of the rank where these are fewer tokens. By sequences: as many of the
+    longest kind, padded to ``multiple``.
+    """
+    longest = ceil(part.longest / multiple) * multiple
+    rows = part.rows if part.dynamic else part.size
+    if rows is None:
+        return None
+    tokens = ceil(rows * longest / context)
+    if part.dynamic:
+        return min(part.tokens, tokens) if part.tokens else None
+    return tokens
+
+
+def _engine(
+    model: Mapping,
+    engine: Mapping,
+    optim: Mapping,
+    layout: LayoutReport,
+    batches: BatchReport,
+    update: MicroBatches,
+    passes: list[MicroBatches],
+    device: str | None,
+    **more: Any,
+) -> MemoryEstimate:
+    shape = _shape(model)
+    if layout.data is None or (shape.num_experts and layout.expert_data is None):
+        raise ValueError("the ranks do not divide into the layout")
+    overrides, mtp = dict(engine["override_transformer_config"] or {}), model["mtp"]
+    tokens = largest_micro_batch(update, layout.context, batches.padding_multiple)
+    without = [largest_micro_batch(part, layout.context, batches.padding_multiple) for part in passes]
+    if tokens is None or None in without:
+        raise ValueError("the size of the micro-batches is not known")
+    return estimate_memory(
+        shape,
+        Layout(
+            tp=layout.tensor,
+            pp=layout.pipeline,
+            vpp=layout.virtual_pipeline,
+            cp=layout.context,
+            ep=layout.expert,
+            etp=layout.expert_tensor,
+            world_size=layout.world_size,
+            sequence_parallel=layout.sequence_parallel,
+            first_stage_layers=overrides.get("num_layers_in_first_pipeline_stage"),
+            last_stage_layers=overrides.get("num_layers_in_last_pipeline_stage"),
+        ),
+        max_tokens_per_rank=tokens,
+        max_tokens_without_grad=max(size for size in without if size is not None),
+        num_micro_batches=update.most,
+        dtype=engine["dtype"],
+        use_distributed_optimizer=engine["use_distributed_optimizer"],
+        recompute=overrides,
+        optimizer=optim,
+        ddp=engine["override_ddp_config"],
+        param_offload=engine["param_offload"],
+        optimizer_offload=engine["optimizer_offload"],
+        mtp_enable=bool(mtp["enable"]),
+        mtp_train=bool(mtp["enable"] and mtp["enable_train"]),
+        packed=bool(model["use_remove_padding"]),
+        transformer_engine=device != "cpu",
+        **more,
+    )
