@@ -35,7 +35,7 @@ from verl.trainer.ppo.preflight import (
 )
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
-from verl.trainer.ppo.preflight_model import ModelFacts
+from verl.trainer.ppo.preflight_model import ModelFacts, is_about_this_machine
 from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
 from verl.trainer.ppo.preflight_repair import is_consequence, value_in_words, with_usable_numbers
 from verl.utils.config import compose_config, flatten
@@ -111,6 +111,8 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
         return Report(command, (*refused, *str(error).splitlines()), changed=changed_keys(config, config_name))
     key_errors = [*refused, *found.key_errors]
     errors = [error for error in found.errors if not is_consequence(error, key_errors)]
+    elsewhere = [error for error in errors if is_about_this_machine(error)]
+    errors = [error for error in errors if error not in elsewhere]
     tree, unusable = with_usable_numbers(found.tree, found.defaults, config_name)
     parts = _describe(tree, config_name, found)
     if parts.get("batches") is not None:
@@ -118,7 +120,7 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
     return Report(
         command=command,
         errors=tuple(dict.fromkeys([*key_errors, *errors])),
-        notes=(*_repair_notes(found, unusable), *found.notes, *_place_notes(tree, config_name)),
+        notes=(*_repair_notes(found, unusable), *found.notes, *elsewhere, *_place_notes(tree, config_name)),
         changed=changed_keys(config, config_name),
         unread=tuple(UnreadKey(key, value, why) for key, value, why in found.no_effect),
         **parts,

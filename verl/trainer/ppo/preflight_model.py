@@ -16,7 +16,15 @@ from verl.trainer.ppo.preflight_batch import get, near_divisors
 from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.utils.hf_config import architecture_of, find_hf_config
 
-__all__ = ["ModelFacts", "check_generation_model", "check_model", "check_ppo_models", "check_sft_model", "read_model"]
+__all__ = [
+    "ModelFacts",
+    "check_generation_model",
+    "check_model",
+    "check_ppo_models",
+    "check_sft_model",
+    "is_about_this_machine",
+    "read_model",
+]
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -31,6 +39,13 @@ _NEED_TRANSFORMER_ENGINE = {
     "Gemma": "its norms add 1 to their weight",
     "GptOss": "it has layers with a sliding window",
 }
+
+_MISSING = "needs the package transformer_engine, which is not installed here"
+
+
+def is_about_this_machine(error: str) -> bool:
+    """Whether a sentence of these checks is about what is installed here, and so may not hold where the run will be."""
+    return _MISSING in error
 
 
 @dataclass(frozen=True)
@@ -327,7 +342,7 @@ def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:
     if reason is None:
         return []
     return [
-        f"{path}.path: {facts.architecture} needs the package transformer_engine, which is not installed here, because "
+        f"{path}.path: {facts.architecture} {_MISSING}, because "
         f"{reason} ({facts.file}); install it on a machine with an accelerator, or use another model"
     ]
 
