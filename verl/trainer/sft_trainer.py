@@ -9,6 +9,7 @@ global batches and take the part of their data-parallel rank; the ranks of a mod
 import functools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,7 @@ def launch_ranks(num_ranks: int, arguments: list[str]) -> None:
     Raises:
         SystemExit: a rank failed (it has printed why).
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -80,8 +82,13 @@ def launch_ranks(num_ranks: int, arguments: list[str]) -> None:
         rank, failure = error.get_first_failure()
         # A rank that refused the configuration (exit code 2) has said so in one sentence; no more is to be told.
         if failure.exitcode != 2:
-            print(f"rank {rank} failed with exit code {failure.exitcode}", file=sys.stderr)
+            cause = " ".join(failure.message.split())
+            print(f"error: rank {rank} (exit code {failure.exitcode}): {cause}", file=sys.stderr)
         raise SystemExit(failure.exitcode if failure.exitcode > 0 else 1) from None
+    except SignalException as error:  # the ranks have been ended
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
 
 
 class SFTTrainer:

@@ -2,6 +2,7 @@
 """The command line: a refusal is a sentence and exit code 2, a fault is a traceback and exit code 1."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import sys
+import time
 from verl.trainer.ppo.preflight import run_hydra, validate_ppo_config
 
 def prepare(config):
@@ -25,7 +27,10 @@ def prepare(config):
 def start(config):
     assert not {"torch", "ray"} & set(sys.modules)
     if config.trainer.project_name == "fault":
-        raise ValueError("inside the run")
+        raise ValueError("inside\\nthe run")
+    if config.trainer.project_name == "slow":
+        print("started", flush=True)
+        time.sleep(60)
     print("started", config.trainer.total_epochs)
 
 run_hydra(prepare, "ppo_trainer")
@@ -74,7 +79,20 @@ def test_every_problem_is_a_line_and_only_the_first_rank_says_it(run) -> None:
     assert (silent.returncode, silent.stderr) == (2, "")
 
 
-def test_an_error_after_the_start_keeps_its_traceback(run) -> None:
+def test_an_error_after_the_start_has_a_traceback_and_its_cause_as_the_last_line(run) -> None:
     result = run("trainer.project_name=fault")
     assert result.returncode == 1
-    assert "Traceback" in result.stderr and "inside the run" in result.stderr
+    assert "Traceback" in result.stderr and result.stderr.splitlines()[-1] == "error: ValueError: inside the run"
+
+
+def test_ctrl_c_ends_in_one_line_and_130(run, tmp_path: Path) -> None:
+    run("trainer.project_name=none")  # writes the program
+    command = [sys.executable, str(tmp_path / "program.py"), "trainer.project_name=slow"]
+    environment = {key: value for key, value in os.environ.items() if key != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes) as process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.strip() == "stopped by Ctrl-C"

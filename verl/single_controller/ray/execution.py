@@ -7,6 +7,7 @@ ranks, ends at the first failure, and stops the workers if one of them is dead o
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -41,11 +42,13 @@ class WorkerGroupError(RuntimeError):
 
     Attributes:
         failures: Exception by rank, as Ray raised it; the first one is also the ``__cause__``.
+        summary: The first one in one line: method, rank, and what was raised or that the process died.
     """
 
-    def __init__(self, message: str, failures: dict[int, BaseException] | None = None):
+    def __init__(self, message: str, failures: dict[int, BaseException] | None = None, summary: str | None = None):
         super().__init__(message)
         self.failures = failures or {}
+        self.summary = summary or message.splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,8 @@ class WorkerSet:
         message = _describe(self.name, len(self.handles), method, failures, stuck)
         if stuck or any(isinstance(failure, RayActorError) for failure in failures.values()):
             self.kill(message)
-        raise WorkerGroupError(message, failures) from next(iter(failures.values()))
+        rank, first = next(iter(failures.items()))
+        raise WorkerGroupError(message, failures, f"{method} failed: {_in_one_line(rank, first)}") from first
 
 
 class RunningData(DataProtoFuture):
@@ -227,6 +231,23 @@ def _failure_of(ref: ray.ObjectRef) -> BaseException | None:
     return None
 
 
+def _is_dead(failure: BaseException) -> bool:
+    return isinstance(failure, RayActorError) and not failure.actor_init_failed
+
+
+def _in_one_line(rank: int, failure: BaseException) -> str:
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    if _is_dead(failure):
+        # Ray's text goes on with everything that can kill a process.
+        found = re.search(r"Worker exit detail: (.*?)( Some common causes|$)", " ".join(lines))
+        how = found[1] if found else lines[-1] if lines else "its process ended"
+        return f"rank {rank} died: {how} (a process that is killed was most often out of memory)"
+    cause = getattr(failure, "cause", None)  # what the worker raised, behind Ray's wrapping
+    if isinstance(cause, BaseException):
+        return f"rank {rank} raised {type(cause).__name__}: {cause}"
+    return f"rank {rank}: {lines[-1] if lines else type(failure).__name__}"
+
+
 def _describe(name: str, world_size: int, method: str, failures: dict[int, BaseException], stuck: list[int]) -> str:
     lines = [f"{name} ({world_size} workers): {method} failed on rank {', '.join(str(rank) for rank in failures)}"]
     seen: set[tuple[type, str]] = set()
@@ -237,8 +258,7 @@ def _describe(name: str, world_size: int, method: str, failures: dict[int, BaseE
             lines.append(f"--- rank {rank}: as above: {kind[1]}")
             continue
         seen.add(kind)
-        is_dead = isinstance(failure, RayActorError) and not failure.actor_init_failed
-        lines.append(f"--- rank {rank}{' died' if is_dead else ''}:\n{text}")
+        lines.append(f"--- rank {rank}{' died' if _is_dead(failure) else ''}:\n{text}")
     if stuck:
         lines.append(f"--- ranks {stuck} neither finished nor failed within {GRACE_S:g} s after that and were stopped")
     return "\n".join(lines)

@@ -71,6 +71,7 @@ from verl.utils.config import (
     type_in_words,
 )
 from verl.utils.quiet import quiet_libraries
+from verl.utils.run_end import last_words
 from verl.workers.config.names import check_name
 from verl.workers.config.reward import REWARD_MANAGERS, reward_kwargs_problem
 
@@ -90,7 +91,8 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
         config_name: a config in ``verl/trainer/config``.
 
     Raises:
-        SystemExit: 2 after a refused configuration, whose reason is on stderr.
+        SystemExit: 2 after a refused configuration, 1 after a failed run, 130 after Ctrl-C; stderr ends with the
+            reason.
     """
     refuse_old_python()
     from hydra.errors import HydraException
@@ -99,13 +101,14 @@ def run_hydra(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_
 
     @functools.wraps(prepare)
     def job(config: DictConfig) -> Any:
-        try:
-            start = prepare(config)
-        except ValueError as error:
-            # Not raised through hydra, which would put its own lines around the sentence.
-            refusals.append(str(error))
-            return None
-        return start() if start is not None else None
+        with last_words():
+            try:
+                start = prepare(config)
+            except ValueError as error:
+                # Not raised through hydra, which would put its own lines around the sentence.
+                refusals.append(str(error))
+                return None
+            return start() if start is not None else None
 
     try:
         call_with_config(job, config_name)

@@ -78,5 +78,5 @@ def compute_reward(data: DataProto, reward_fn: Callable[..., Any]) -> tuple[Tens
 
 
 def reward_metrics(reward_fn: Callable[..., Any]) -> dict[str, float]:
-    """Counts of the reward function's last call, see `RewardManager`; a function that keeps none gives an empty dict."""
+    """Counts of the reward function's last call, see `RewardManager`; empty for a function that keeps none."""
     return dict(getattr(reward_fn, "metrics", {}))
