@@ -68,7 +68,7 @@ def write_model(folder: Path, **config: object) -> Path:
     """Write a model folder that has every file and no sensible content."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"], **config}))
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

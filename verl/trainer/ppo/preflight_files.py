@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.trainer.ppo.preflight_folder import tokenizer_problem, weights_problem
 from verl.trainer.ppo.preflight_sources import supported_architectures
 from verl.utils.checkpoint.dist_weights import dist_checkpoint_problem
 from verl.utils.config import did_you_mean
@@ -228,22 +229,41 @@ def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | N
         if _is_hub_name(model["path"]) and (notes is not None or os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")):
             return []
         return [f"{path}.path={model['path']} is not a folder{_nearest_file(folder)}"]
+    if not any(folder.iterdir()):
+        return [f"{path}.path={folder} is an empty folder; name one with config.json, *.safetensors and tokenizer.json"]
     errors = []
     config = Path(model["hf_config_path"] or folder).expanduser() / "config.json"
     if not config.is_file():
         errors.append(f"{path}.path={folder} is no Hugging Face model: it has no config.json")
     else:
         errors += _check_architecture(path, config)
-    if problem := _weights_problem(folder):
+    sizes = {} if model["hf_config_path"] or errors else _sizes(config) | (model["override_config"] or {})
+    if problem := weights_problem(folder, sizes):
         (errors if notes is None else notes).append(f"{path}.path={folder} {problem}")
-    tokenizer = Path(model["tokenizer_path"] or folder).expanduser()
+    return errors + _check_tokenizer(path, model, folder, sizes.get("vocab_size"))
+
+
+def _sizes(config: Path) -> dict[str, Any]:
+    whole = json.loads(config.read_text(encoding="utf-8"))
+    text = whole.get("text_config")
+    return dict(text) if isinstance(text, dict) else whole
+
+
+def _check_tokenizer(path: str, model: Mapping[str, Any], folder: Path, vocab_size: Any) -> list[str]:
+    own = model["tokenizer_path"]
+    tokenizer = Path(own or folder).expanduser()
+    key = "tokenizer_path" if own else "path"
     needed = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    if not any((tokenizer / name).is_file() for name in needed) and not _is_hub_name(str(model["tokenizer_path"])):
-        errors.append(
-            f"{path}.path={tokenizer} has no tokenizer (no {' or '.join(needed[:3])}); put one there, or set "
+    if not any((tokenizer / name).is_file() for name in needed):
+        if own and not tokenizer.is_dir() and _is_hub_name(own):
+            return []
+        return [
+            f"{path}.{key}={tokenizer} has no tokenizer (no {' or '.join(needed[:3])}); put one there, or set "
             f"{path}.tokenizer_path to a folder that has one"
-        )
-    return errors
+        ]
+    file = tokenizer / needed[0]
+    problem = tokenizer_problem(file, vocab_size if isinstance(vocab_size, int) else None) if file.is_file() else ""
+    return [f"{path}.{key}={tokenizer} {problem}"] if problem else []
 
 
 def check_dist_checkpoints(tree: Mapping[str, Any], engines: Iterable[str]) -> list[str]:
@@ -269,31 +289,20 @@ def _is_hub_name(path: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path.split("/")[0]).exists()
 
 
-def _weights_problem(folder: Path) -> str:
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            try:
-                shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-            except (ValueError, KeyError) as error:
-                return f"has an index {index} that cannot be read: {error!r}"
-            missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-            return f"lacks {len(missing)} of the files that {index} names, among them {missing[0]}" if missing else ""
-    if any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
-        return ""
-    return "has no weights (*.safetensors)"
-
-
 def _check_architecture(path: str, config: Path) -> list[str]:
     try:
-        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures") or []
-    except (ValueError, AttributeError) as error:
+        whole = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         return [f"{path}.path: {config} cannot be read: {error}"]
-    if not architectures:
+    architectures = whole.get("architectures") if isinstance(whole, dict) else None
+    if not isinstance(architectures, list) or not architectures:
         return [f'{path}.path: {config} names no architectures, for instance ["Qwen3MoeForCausalLM"]']
     known = supported_architectures()
     if known and architectures[0] not in known:
         return [
             f"{path}.path: {config} asks for {architectures[0]}, which megatron-bridge cannot load."
-            f"{did_you_mean(architectures[0], known)} It loads {', '.join(sorted(known))}"
+            f"{did_you_mean(architectures[0], known)} It loads {len(known)} others, among them LlamaForCausalLM, "
+            "Qwen2ForCausalLM, Qwen3ForCausalLM and Qwen3MoeForCausalLM; all of them are printed by: python3 -m "
+            "verl.trainer.ppo.preflight_sources"
         ]
     return []

@@ -188,3 +188,7 @@ def optimizer_fields() -> Mapping[str, Field]:
     """Fields of megatron-core's ``OptimizerConfig``."""
     core = _package("megatron.core")
     return _class_fields([core / "optimizer" / "optimizer_config.py"], ("OptimizerConfig",)) if core else {}
+
+
+if __name__ == "__main__":
+    print("\n".join(sorted(supported_architectures())))
