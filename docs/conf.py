@@ -35,13 +35,14 @@ default_role = "literal"
 
 # A role that names something that is not in this documentation is an error, unless it is of another package.
 nitpicky = True
-OTHER_PACKAGES = {"megatron", "numpy", "np", "omegaconf", "ray", "tensordict", "torch", "transformers"}
+OTHER_PACKAGES = {"hydra", "megatron", "numpy", "np", "omegaconf", "ray", "tensordict", "torch", "transformers"}
+OTHER_NAMES = {"HydraException", "NestedTensor"}  # of those packages, written without the package
 
 
 def is_not_ours(target: str) -> bool:
     """Whether a name belongs to Python or another package, or is private and so has no entry."""
     first = re.match(r"\w*", target)[0]
-    if first in OTHER_PACKAGES or first in sys.stdlib_module_names or hasattr(builtins, first):
+    if first in OTHER_PACKAGES | OTHER_NAMES or first in sys.stdlib_module_names or hasattr(builtins, first):
         return True
     return target.split(".")[-1].startswith("_")
 

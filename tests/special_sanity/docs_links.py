@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a Markdown text to the files and headings it names that do not exist."""
+"""From a Markdown text to the files, headings, modules and config keys it names that do not exist."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.special_sanity.checks import REPO_ROOT
+from verl.trainer.ppo.preflight_tables import MOVED
+from verl.utils.config import did_you_mean, is_free_form
 
 # What a path in backticks or in a command begins with, if it is a path of this repository.
 TOP_LEVEL = ("verl", "tests", "scripts", "docs", "docker", "examples", "recipe", ".github", ".ci")
@@ -14,12 +17,15 @@ _ROOT_FILE = re.compile(r"[\w.-]+\.(?:md|txt|toml|py|yaml|sh)|LICENSE|\.pre-comm
 _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 _FENCE = re.compile(r"^( *)(```+|~~~+)([^\n]*)\n(.*?)^\1\2\s*$", re.MULTILINE | re.DOTALL)
 _MODULE = re.compile(r"-m (verl(?:\.\w+)+)")
+_CODE = re.compile(r"`([^`\n]+)`")
+_SETTING = re.compile(r"(?<![\w.+/?&<>\[{-])\+{0,2}((?:[a-z]\w*\.)+[A-Za-z]\w*)=")
+_KEY = re.compile(r"(?:actor_rollout_ref|algorithm|critic|data|reward|trainer)(?:\.[a-z]\w*)+(?<!\.pt)(?<!\.parquet)")
 
 
 def documents() -> list[Path]:
     """README.md, CONTRIBUTING.md, the other Markdown files of the root, and everything under docs."""
     found = [*REPO_ROOT.glob("*.md"), *(REPO_ROOT / "docs").rglob("*.md"), *(REPO_ROOT / ".github").rglob("*.md")]
-    return sorted(path.relative_to(REPO_ROOT) for path in found)
+    return sorted(path.relative_to(REPO_ROOT) for path in found if "_build" not in path.parts)
 
 
 def headings(source: str) -> set[str]:
@@ -88,13 +94,58 @@ def _is_somewhere(name: str) -> bool:
     return any(next((REPO_ROOT / folder).rglob(name), None) for folder in TOP_LEVEL if (REPO_ROOT / folder).is_dir())
 
 
+@functools.cache
+def _config_keys() -> tuple[frozenset[str], frozenset[str]]:
+    """Every key of the four configs, and every group; each also by its last parts, as text names them."""
+    lines = (REPO_ROOT / "tests" / "trainer" / "config" / "accepted_keys.txt").read_text(encoding="utf-8").splitlines()
+    keys = {line.partition(": ")[2].partition(" = ")[0] for line in lines if ": " in line}
+    groups = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
+
+    def tails(names: set[str]) -> frozenset[str]:
+        return frozenset(name.split(".", depth)[-1] for name in names for depth in range(name.count(".") + 1))
+
+    return tails(keys), tails(groups)
+
+
+def _unknown_key(key: str) -> str | None:
+    """What is wrong with a dotted config key, or None. A key of a free-form group is its user's own."""
+    keys, groups = _config_keys()
+    if key.startswith("hydra.") or key in keys or key in groups:
+        return None
+    if is_free_form(key):
+        parts = key.split(".")
+        if any(".".join(parts[:depth]) in keys | groups for depth in range(1, len(parts))):
+            return None
+    return f"sets {key}, which is no key of the configs.{did_you_mean(key, keys)}"
+
+
+def _named_keys(source: str) -> Iterator[tuple[int, str]]:
+    """Keys written as ``a.b=...`` in code and commands, and keys by their whole name in code.
+
+    Text may name a key that was moved, to say where to; a command may not set it.
+    """
+    for block in _FENCE.finditer(source):
+        if block[3].strip() in ("bash", "text", "yaml", "sh"):
+            for match in _SETTING.finditer(block[4]):
+                if problem := _unknown_key(match[1]):
+                    yield _line(source, block.start(4) + match.start()), problem
+    for code in _CODE.finditer(_FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)):
+        names = [match[1] for match in _SETTING.finditer(code[1])]
+        if _KEY.fullmatch(code[1]) and not _ROOT_FILE.fullmatch(code[1]) and code[1] not in MOVED:
+            names.append(code[1])
+        for name in names:
+            if problem := _unknown_key(name):
+                yield _line(source, code.start()), problem
+
+
 def check_document(path: Path, source: str) -> list[str]:
     """``path:line: what is wrong`` for every link and name in a document that leads nowhere.
 
     A name that is meant as an example, not as a file of this tree, stands on a line that ends in
-    ``<!-- not a file -->`` (in a block of code: ``# not a file``).
+    ``<!-- not a file -->`` (in a block of code: ``# not a file``); a key that is meant to be wrong, in
+    ``<!-- not a key -->``.
     """
     lines = source.splitlines()
-    excused = {i for i, line in enumerate(lines, start=1) if re.search(r"(<!--|#) not a file( -->)?\s*$", line)}
-    found = [*_links(path, source), *_named_files(source)]
+    excused = {i for i, line in enumerate(lines, start=1) if re.search(r"(<!--|#) not a (file|key)( -->)?\s*$", line)}
+    found = [*_links(path, source), *_named_files(source), *_named_keys(source)]
     return [f"{path}:{line}: {text}" for line, text in sorted(set(found)) if line not in excused]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every link, file, script and module that the documentation names exists."""
+"""Every link, file, script, module and config key that the documentation names exists."""
 
 from pathlib import Path
 
@@ -40,6 +40,12 @@ def test_everything_named_exists(path):
         "```bash\npython3 -m verl.trainer.missing\n```",
         "run scripts/missing.sh first",
         "`tests/missing/test_x.py`, and more",
+        "set `actor_rollout_ref.actor.megatron.context_parallel=2`",
+        "set `megatron.context_parallel=2`",
+        "the key `trainer.max_steps`",
+        "`override_transformers_config.moe_z_loss_coeff=0.1`",
+        "```bash\npython3 -m verl.trainer.main_ppo trainer.save_frequency=1\n```",
+        "```bash\npython3 -m verl.trainer.sft_trainer trainer.max_ckpt=1 \\\n    trainer.total_epochs=1\n```",
     ],
 )
 def test_a_planted_fault_is_found(text):
@@ -59,6 +65,11 @@ def test_a_planted_fault_is_found(text):
         "the folder `outputs/quickstart/`, `/opt/scripts/x.sh`, `$HOME/docs/x.md`",
         "`tests/algos/test_<name>_on_cpu.py`, `verl/workers/engine/<backend>/`",
         "copy it to `scripts/mine.sh` <!-- not a file -->",
+        "`trainer.save_freq=1`, `megatron.context_parallel_size`, `actor_rollout_ref.actor.megatron`, `data.pt`",
+        "`+actor.megatron.override_transformer_config.moe_z_loss_coeff=1e-3`, `+reward.reward_kwargs.limit=2`",
+        "`loss(config=x, y=2)`, `a.b == 2`, `https://x.org/?a.b=1`, `--key=1`, `hydra.run.dir=x`",
+        "```bash\npython3 -m verl.trainer.main_ppo trainer.nnodes=1 hydra.run.dir=x x.y/trainer.z=1\n```",
+        "`trainer.no_such_key=1` <!-- not a key -->",
     ],
 )
 def test_what_exists_or_is_not_ours_passes(text):
