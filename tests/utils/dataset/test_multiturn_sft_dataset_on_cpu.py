@@ -149,6 +149,10 @@ def test_bad_conversations_and_settings_are_refused(tmp_path):
     tokenizer = make_tokenizer(PLAIN)
     with pytest.raises(ValueError, match="no assistant message"):
         open_rows(tmp_path, tokenizer, [TURNS[:2]])
+    # Behind good rows too, and where rows are cut and so not measured.
+    for bad, words in ((TURNS[:2], "no assistant"), ([*TURNS[:4], TURNS[4] | {"content": None}], "has no content")):
+        with pytest.raises(ValueError, match=f"row 1 .*{words}"):
+            open_rows(tmp_path, tokenizer, [TURNS, bad], truncation="right")
     with pytest.raises(ValueError, match="message 0: the conversation begins with the assistant"):
         open_rows(tmp_path, tokenizer, [TURNS[2:]])
     with pytest.raises(ValueError, match="no column 'chat'"):

@@ -218,3 +218,43 @@ def test_padding_uses_the_pad_token_also_when_it_is_eos(tmp_path):
     row = RLHFDataset(write(tmp_path, [make_row("1")]), tokenizer, {"max_prompt_length": 3})[0]
     assert row["input_ids"].tolist() == [tokenizer.eos_token_id] * 2 + tokenizer("1")["input_ids"]
     assert torch.equal(row["attention_mask"], torch.tensor([0, 0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": [{"role": "user", "content": None}]}, "message 0, of role 'user', has no content"),
+        ({"prompt": [{"role": "user"}]}, "message 0, of role 'user', has no content"),
+        ({"prompt": [{"role": "", "content": "1"}]}, "expected a list of chat messages"),
+        ({"prompt": []}, "expected a list of chat messages"),
+        ({"prompt": None}, "expected a list of chat messages"),
+        ({"reward_model": None}, "row 2: column 'reward_model' must hold"),
+        ({"prompt": [{"role": "user", "content": ""}]}, "is empty: the chat template makes no token of it"),
+    ],
+)
+def test_a_bad_row_behind_good_ones_is_found_on_opening(tmp_path, tokenizer, change, words):
+    path = write(tmp_path, [make_row("1"), make_row("2"), make_row("3") | change], "jsonl")
+    with pytest.raises(ValueError, match=words) as error:
+        RLHFDataset(path, tokenizer, {"max_prompt_length": 8})
+    assert "row 2" in str(error.value)
+
+
+def test_a_message_that_calls_a_tool_needs_no_content(tmp_path, tokenizer):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    messages = [{"role": "user", "content": "1"}, call, {"role": "tool", "content": "2"}]
+    path = write(tmp_path, [make_row("1") | {"prompt": messages}], "jsonl")
+    template = "{% for m in messages %}{{ m.content or 'call' }}{% endfor %}"
+    assert (
+        len(
+            RLHFDataset(
+                path, tokenizer, {"max_prompt_length": 9, "apply_chat_template_kwargs": {"chat_template": template}}
+            )
+        )
+        == 1
+    )
+
+
+def test_no_row_to_keep_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path, [make_row("1")])
+    with pytest.raises(ValueError, match="max_samples=0 keeps no row; use -1"):
+        RLHFDataset(path, tokenizer, {"max_prompt_length": 8}, max_samples=0)

@@ -100,7 +100,12 @@ def choose_rows(num_rows: int, max_samples: int, shuffle: bool, seed: int) -> li
 
     Returns:
         Row numbers.
+
+    Raises:
+        ValueError: no row is wanted.
     """
+    if max_samples == 0:
+        raise ValueError("max_samples=0 keeps no row; use -1 for all of them, or leave the files out")
     if max_samples < 0 or max_samples >= num_rows:
         return list(range(num_rows))
     if not shuffle:
@@ -128,6 +133,9 @@ def clean_messages(value: Any, where: str) -> list[dict[str, Any]]:
             f'{where}: expected a list of chat messages such as [{{"role": "user", "content": "..."}}], '
             f"got {str(value)[:100]!r}"
         )
+    for number, message in enumerate(value):
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise ValueError(f"{where}: message {number}, of role {message['role']!r}, has no content (null)")
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
 
 

@@ -109,6 +109,7 @@ class MultiTurnSFTDataset(Dataset):
         self.rows = choose_rows(self.table.num_rows, max_samples, shuffle, 0 if seed is None else seed)
         self._cache: dict[int, tuple[Tensor, Tensor]] = {}
         self._num_cached_tokens = 0
+        self._check_rows()
         self[0]  # a template or a schema that does not work shows at once
         if self.truncation == "error":
             self._require_all_fit()
@@ -144,6 +145,14 @@ class MultiTurnSFTDataset(Dataset):
         tools = fields.get(self.tools_key)
         return messages, self.template_kwargs | ({"tools": tools} if tools else {})
 
+    def _check_rows(self) -> None:
+        """Whether each row has the form that is read later, when a run has gone on for hours."""
+        for rows in iter_chunks(self.rows):
+            for row, value in zip(rows, self.table.column(self.messages_key).take(rows).to_pylist(), strict=True):
+                messages = clean_messages(value, self._where(row))
+                if not any(message["role"] == "assistant" for message in messages):
+                    raise ValueError(f"{self._where(row)} has no assistant message, so there is nothing to learn from")
+
     def _require_all_fit(self) -> None:
         for rows in iter_chunks(self.rows):
             texts = []
@@ -162,8 +171,6 @@ class MultiTurnSFTDataset(Dataset):
         """Token ids (int32 [j]) and loss mask (bool [j]) of a row, cut to `max_length`; small types to be kept."""
         messages, kwargs = self._conversation(row)
         where = self._where(row)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"{where} has no assistant message, so there is nothing to learn from")
         if self._template_marks_generation:
             ids, mask = self._mask_from_marks(messages, where, kwargs)
         else:

@@ -100,7 +100,7 @@ class RLHFDataset(Dataset):
         self._refuse_media([config.get("image_key", "images"), config.get("video_key", "videos")])
         shuffle, seed = config.get("shuffle", True), config.get("seed")
         self.rows = choose_rows(self.table.num_rows, max_samples, shuffle, 0 if seed is None else seed)
-        self._check_first_row()
+        self._check_rows()
 
         self.num_dropped = 0
         if config.get("filter_overlong_prompts", False):
@@ -159,7 +159,10 @@ class RLHFDataset(Dataset):
     def _lengths(self, rows: Sequence[int]) -> list[int]:
         prompts = self.table.column(self.prompt_key).take(rows).to_pylist()
         chats = [clean_messages(prompt, self._where(row)) for row, prompt in zip(rows, prompts, strict=True)]
-        return [len(ids) for ids in self._encode(rows, chats)]
+        lengths = [len(ids) for ids in self._encode(rows, chats)]
+        if 0 in lengths:
+            raise ValueError(f"{self._where(rows[lengths.index(0)])} is empty: the chat template makes no token of it")
+        return lengths
 
     def _overlong_error(self, row: int, num_tokens: int) -> ValueError:
         remedy = "set data.filter_overlong_prompts=True, or choose truncation left, right or middle"
@@ -188,16 +191,17 @@ class RLHFDataset(Dataset):
             self.max_prompt_length,
         )
 
-    def _check_first_row(self) -> None:
-        row = self.rows[0]
-        fields = self._fields(row)
-        clean_messages(fields[self.prompt_key], self._where(row))
-        reward_model = fields["reward_model"]
-        if not isinstance(reward_model, dict) or "ground_truth" not in reward_model:
-            raise ValueError(
-                f"row {row}: column 'reward_model' must hold {{'style': 'rule', 'ground_truth': ...}}, "
-                f"got {str(reward_model)[:100]!r}"
-            )
+    def _check_rows(self) -> None:
+        """Whether each row has the form that is read later, when a run has gone on for hours."""
+        for rows in iter_chunks(self.rows):
+            prompts, answers = (self.table.column(name).take(rows) for name in (self.prompt_key, "reward_model"))
+            for row, prompt, answer in zip(rows, prompts.to_pylist(), answers.to_pylist(), strict=True):
+                clean_messages(prompt, self._where(row))
+                if not isinstance(answer, dict) or "ground_truth" not in answer:
+                    raise ValueError(
+                        f"row {row}: column 'reward_model' must hold {{'style': 'rule', 'ground_truth': ...}}, "
+                        f"got {str(answer)[:100]!r}"
+                    )
 
     def _refuse_media(self, keys: Sequence[str]) -> None:
         for key in keys:
