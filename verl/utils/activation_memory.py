@@ -117,7 +117,9 @@ def _attention(shape: ModelShape, layout: Layout, size: int, packed: bool, te: b
         if shape.qk_norm:
             before = (heads + key_heads) * qk
             if not te:
-                before += (heads + key_heads) * qk + key_heads * qk
+                # The fused matrix's output, which keys are a view of, and the normalised values before the weight;
+                # queries of several groups are copied out of it.
+                before += (heads + 2 * key_heads) * qk + (heads * qk if key_heads > tp else 0)
             keep("queries and keys before their norm", "attention", before)
             keep("their norms' statistics", "attention", heads + key_heads, tp, _FLOAT32)
     if not te:

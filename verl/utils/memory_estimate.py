@@ -173,8 +173,9 @@ def _state(
             continue
         ranks //= instances
         padded = padded_numel(members, ranks)
-        buffers, shards = buffers + padded, shards + padded // ranks
-        words.append(f"{padded:,} / {ranks} ({what})")
+        shard = min(padded // ranks, sum(g.total for g in members))
+        buffers, shards = buffers + padded, shards + shard
+        words.append(f"{padded:,} / {ranks} ({what})" if ranks > 1 else f"{shard:,}, not shared ({what} is 1)")
     return _State(total, frozen, buffers, shards, " + ".join(words))
 
 
