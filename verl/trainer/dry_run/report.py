@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that a dry run tells, as one object."""
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -207,10 +208,15 @@ def _place_notes(tree: Mapping, config_name: str) -> list[str]:
     return notes
 
 
+@functools.cache
+def _shipped(config_name: str) -> dict[str, Any]:
+    return flatten(OmegaConf.to_container(compose_config(config_name), resolve=False))
+
+
 def changed_keys(config: DictConfig, config_name: str) -> tuple[ChangedKey, ...]:
     """The keys that were written, with their values; what follows another key is not listed."""
     given = flatten(OmegaConf.to_container(config, resolve=False))
-    shipped = flatten(OmegaConf.to_container(compose_config(config_name), resolve=False))
+    shipped = _shipped(config_name)
     return tuple(
         ChangedKey(key, value, shipped.get(key))
         for key, value in given.items()
