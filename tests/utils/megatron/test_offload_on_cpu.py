@@ -32,7 +32,7 @@ def test_parameters_come_back_as_the_same_views() -> None:
         offload.offload_params([chunk])
     assert data.untyped_storage().size() == 0
     assert offload.get_megatron_module_device([chunk]) == "cpu"
-    offload.load_params([chunk], "cpu")
+    offload.load_params([chunk])
     assert chunk.param.tolist() == [[0, 1, 2], [3, 4, 5]]
     data += 1  # the optimizer writes into the buffer, and the parameter sees it
     assert chunk.param[0, 0] == 1
@@ -49,8 +49,12 @@ def test_gradients_are_freed_and_come_back_as_zeros() -> None:
 
 def test_parameters_outside_a_buffer_are_moved_one_by_one() -> None:
     chunk = Chunk(buffered=False)
-    offload.offload_params([chunk])
-    offload.load_params([chunk], "cpu")
+    storage = chunk.param.untyped_storage()
+    for _ in range(2):
+        offload.offload_params([chunk])
+    assert storage.size() == 0 and offload.get_megatron_module_device([chunk]) == "cpu"
+    offload.load_params([chunk])
+    assert chunk.param.untyped_storage().data_ptr() == storage.data_ptr()  # never another tensor under the parameter
     assert chunk.param.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 

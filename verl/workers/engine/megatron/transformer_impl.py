@@ -113,10 +113,7 @@ class MegatronEngine(BaseEngine):
             distributed = self.engine_config.use_distributed_optimizer
             self.optimizer = build_optimizer(self.optimizer_config, self.module, self.dtype, distributed)
             self.lr_scheduler = build_lr_scheduler(self.optimizer_config, self.optimizer)
-        if self.engine_config.param_offload:
-            self.to("cpu", model=True, optimizer=False, grad=True)
-        if self.engine_config.optimizer_offload and self.trains:
-            self.to("cpu", model=False, optimizer=True, grad=False)
+        self.offload_as_configured()
 
     def _build_modules(self, provider: Any) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
@@ -219,12 +216,12 @@ class MegatronEngine(BaseEngine):
         """Move parts of the state; nothing to do on a machine without an accelerator."""
         if device not in ("cpu", "device"):
             raise ValueError(f"device={device!r}: use 'cpu' or 'device'")
-        if get_device_name() == "cpu":
+        if not offload.has_device_memory():
             return
         optimizer = optimizer and self.optimizer is not None
         if device == "device":
             if model:
-                offload.load_params(self.module, get_device_id())
+                offload.load_params(self.module)
             if grad:
                 offload.load_grads(self.module)
             if optimizer:
@@ -238,9 +235,9 @@ class MegatronEngine(BaseEngine):
             offload.offload_optimizer(self.optimizer)
 
     def offload_as_configured(self, optimizer: bool = True) -> None:
-        """Put parameters and optimizer state back to the host where they are kept between steps."""
+        """Put parameters and optimizer state back to the host where they are kept between steps; gradients go."""
         if self.engine_config.param_offload:
-            self.to("cpu", model=True, optimizer=False, grad=False)
+            self.to("cpu", model=True, optimizer=False, grad=True)
         if optimizer and self.engine_config.optimizer_offload:
             self.to("cpu", model=False, optimizer=True, grad=False)
 
