@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -79,3 +83,23 @@ def test_warmup_longer_than_the_schedule_is_refused_before_workers_start():
         check_warmup("optim", optim, 5)
     optim.lr_decay_style = "constant"
     check_warmup("optim", optim, 5)
+
+
+_KILLED = """
+import multiprocessing, os, signal
+from tests.utils.test_resumable_loader_on_cpu import _loader
+
+if __name__ == "__main__":
+    batches = iter(_loader(rows=12, num_workers=1))
+    print(next(batches)[0], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_readers_end_with_a_killed_trainer(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(_KILLED)
+    # The readers inherit the pipe: it closes when the last of them has ended.
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9 and done.stdout, done.stderr

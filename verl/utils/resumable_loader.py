@@ -7,6 +7,7 @@ run sees exactly the rows that the uninterrupted one would have seen, whatever w
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -90,6 +91,7 @@ class ResumableLoader:
                 collate_fn=self.collate_fn,
                 num_workers=self.num_workers,
                 multiprocessing_context=self._worker_context() if self.num_workers else None,
+                worker_init_fn=_end_with_trainer if self.num_workers else None,
             )
             for batch in batches:
                 self.position += 1
@@ -124,3 +126,18 @@ class ResumableLoader:
             what = ", ".join(f"{key} was {state[key]} and is {mine[key]}" for key in changed)
             raise ValueError(f"the checkpoint's position in the training data does not fit this run: {what}")
         self.epoch, self.position = state["epoch"], state["position"]
+
+
+def _end_with_trainer(worker_id: int) -> None:
+    """Let this reader process end with the process that it reads for.
+
+    A killed process cannot end its readers, and they would wait for it for ever: what forked them is a server that lives
+    as long as they do.
+    """
+    trainer = multiprocessing.parent_process()
+
+    def wait() -> None:
+        trainer.join()  # a pipe that closes with it
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-trainer", daemon=True).start()
