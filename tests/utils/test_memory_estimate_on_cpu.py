@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory estimate by hand: each part's formula, phases, pipeline stages, recomputation."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.utils.test_model_size_on_cpu import shape
+from verl.utils.activation_memory import stage_activations
+from verl.utils.memory_estimate import (
+    NOT_COUNTED,
+    Layout,
+    MemoryEstimate,
+    RolloutLoad,
+    combine,
+    estimate_memory,
+    estimate_stages,
+)
+from verl.utils.model_size import num_parameters
+
+DENSE = "Qwen2.5-7B-Instruct"
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def estimate(name: str = DENSE, layout: Layout | None = None, **settings: Any) -> MemoryEstimate:
+    return estimate_memory(shape(name), layout or Layout(world_size=8), **{"max_tokens_per_rank": 1000} | settings)
+
+
+def test_state_of_a_dense_model_by_hand() -> None:
+    parameters = 7_615_616_512
+    found = estimate()
+    padding = found.part("weights").bytes // 2 - parameters
+    assert 0 <= padding < 100_000
+    assert found.part("gradients").bytes == 4 * (parameters + padding)
+    assert found.part("optimizer state").bytes == 12 * (parameters + padding) // 8
+    whole = estimate(use_distributed_optimizer=False)
+    assert whole.part("weights").bytes == 2 * parameters
+    assert whole.part("optimizer state").bytes == 12 * parameters
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "gradients", "optimizer"),
+    [
+        ({}, 2, 4, 12),
+        ({"dtype": "float32"}, 4, 4, 8),
+        ({"dtype": "float64", "use_distributed_optimizer": False}, 8, 8, 16),
+        ({"ddp": {"grad_reduce_in_fp32": False}}, 2, 2, 12),
+        ({"optimizer": {"optimizer": "sgd"}, "use_distributed_optimizer": False}, 2, 4, 8),
+    ],
+)
+def test_bytes_of_a_parameter(settings: dict[str, Any], weights: int, gradients: int, optimizer: int) -> None:
+    found = estimate(layout=Layout(), **settings)
+    numbers = found.part("weights").bytes // weights
+    assert found.part("gradients").bytes == gradients * numbers
+    assert found.part("optimizer state").bytes == pytest.approx(optimizer * numbers, rel=1e-4)
+
+
+def test_experts_share_their_optimizer_state_over_their_own_ranks() -> None:
+    layout = Layout(cp=2, ep=8, etp=1, world_size=16)
+    found = estimate("Qwen3-30B-A3B", layout)
+    counts = num_parameters(shape("Qwen3-30B-A3B"))
+    dense, experts = counts["total"] - counts["experts"], counts["experts"] // 8
+    assert found.part("weights").bytes == pytest.approx(2 * (dense + experts), rel=1e-4)
+    assert found.part("optimizer state").bytes == pytest.approx(12 * (dense / 16 + experts / 2), rel=1e-4)
+
+
+def test_activations_of_a_dense_layer_by_hand() -> None:
+    # 28 query and 4 key-value heads of 128, hidden 3584, MLP 18944; norms' input and output, fused matrix's output,
+    # attention's output, and, without a fused activation, five MLP widths; statistics of two norms and the softmax.
+    layer = 2 * (4 * 3584 + (28 + 8) * 128 + 28 * 128 + 5 * 18944) + 4 * (2 + 28)
+    last = 2 * 2 * 3584 + 4
+    found = estimate().part("activations")
+    assert found.bytes == 1000 * (28 * layer + last)
+    assert f"28 dense layers of {layer:,} bytes a token" in found.formula
+
+
+def test_full_recomputation_keeps_what_enters_each_layer() -> None:
+    everything, entering = estimate().part("activations"), 2 * 3584
+    one, two = (
+        estimate(recompute=FULL | {"recompute_num_layers": number}).part("activations").bytes for number in (1, 2)
+    )
+    layer = (everything.bytes // 1000 - 14340) // 28
+    assert one == 1000 * (28 * entering + 14340 + layer)
+    assert two == 1000 * (14 * entering + 14340 + 2 * layer)
+    block = FULL | {"recompute_method": "block", "recompute_num_layers": 8}
+    assert estimate(recompute=block).part("activations").bytes == 1000 * (8 * entering + 20 * layer + 14340 + layer)
+
+
+def test_selective_recomputation_drops_what_it_names() -> None:
+    moe = shape("Qwen3-30B-A3B")
+    settings = dict(element_size=2, transformer_engine=True)
+    kept = {
+        modules: stage_activations(
+            moe,
+            Layout(),
+            0,
+            1,
+            overrides={"recompute_granularity": "selective", "recompute_modules": list(modules)},
+            **settings,
+        )
+        for modules in ((), ("moe_act",), ("moe",))
+    }
+    act, whole = (kept[()].kept - kept[modules].kept for modules in (("moe_act",), ("moe",)))
+    assert act == 48 * 8 * 4 * 768 * 2  # unfused: silu's output, the second half, their product and its weighted copy
+    assert whole == act + 48 * 8 * ((2048 + 2 * 768) * 2 + 4 + 36)
+    assert kept[("moe",)].recomputed == whole // 48
+
+
+def test_tensor_parallelism_splits_all_activations_only_with_sequence_parallelism() -> None:
+    one = estimate().part("activations").bytes
+    split = estimate(layout=Layout(tp=4, world_size=8)).part("activations").bytes
+    whole = estimate(layout=Layout(tp=4, world_size=8, sequence_parallel=False)).part("activations").bytes
+    assert split == one // 4
+    assert whole - split == 1000 * (28 * 2 + 1) * (2 * 2 * 3584 + 4) * 3 // 4
+
+
+def test_earlier_pipeline_stages_hold_more_micro_batches_and_the_last_one_the_logits() -> None:
+    stages = estimate_stages(shape(DENSE), Layout(pp=4, world_size=8), max_tokens_per_rank=1000)
+    layers = [stage.part("activations").bytes for stage in stages]
+    assert layers[0] == 4 * (layers[3] - 1000 * 14340) and layers[1] * 4 == layers[0] * 3
+    assert [any(part.name == "logits" for part in stage.parts) for stage in stages] == [False, False, False, True]
+    few = estimate_stages(shape(DENSE), Layout(pp=4, world_size=8), max_tokens_per_rank=1000, num_micro_batches=2)
+    assert few[0].part("activations").bytes * 2 == layers[0]
+    interleaved = estimate_stages(shape(DENSE), Layout(pp=2, vpp=2, world_size=8), max_tokens_per_rank=1000)
+    assert "x 2.50 micro-batches in flight" in interleaved[0].part("activations").formula
+
+
+def test_worst_stage_is_the_one_returned() -> None:
+    layout, settings = Layout(pp=4, world_size=8), {"max_tokens_per_rank": 20000, "recompute": FULL}
+    stages = estimate_stages(shape(DENSE), layout, **settings)
+    assert estimate_memory(shape(DENSE), layout, **settings).total == max(stage.total for stage in stages)
+
+
+def test_logits_are_held_once_and_once_more_for_each_trained_prediction_depth() -> None:
+    plain = estimate("MiMo-7B-RL").part("logits").bytes
+    temporaries = 6 * ((1 << 22) // 151_680) * 151_680 * 4  # chunks of at most 16 MiB
+    assert plain == 1000 * 151_680 * 2 + temporaries
+    trained = estimate("MiMo-7B-RL", mtp_enable=True, mtp_train=True)
+    assert trained.part("logits").bytes == plain + 1000 * 151_680 * 2
+    frozen = estimate("MiMo-7B-RL", mtp_enable=True)
+    assert frozen.part("logits").bytes == plain
+    assert frozen.part("weights").bytes > estimate("MiMo-7B-RL").part("weights").bytes
+    assert frozen.part("gradients").bytes == estimate("MiMo-7B-RL").part("gradients").bytes
+
+
+def test_rollout_holds_the_whole_model_and_a_cache_by_hand() -> None:
+    found = estimate(layout=Layout(tp=4, world_size=8), rollout=RolloutLoad(rows=16, tokens=2048), reference=True)
+    assert found.part("rollout's copy of the model").bytes == 2 * 7_615_616_512
+    assert found.part("rollout's KV cache").bytes == 16 * 2048 * 4 * 256 * 2 * 29
+    assert found.part("reference model's weights").bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)
+    assert list(found.phases) == ["generate", "log_prob", "update"]
+
+
+def test_a_part_counts_only_in_the_phases_that_it_is_on_the_device() -> None:
+    load = RolloutLoad(rows=16, tokens=2048)
+    stays = estimate(rollout=load)
+    moves = estimate(rollout=load, param_offload=True, optimizer_offload=True, reference=True, reference_offload=True)
+    moved = sum(stays.part(name).bytes for name in ("weights", "gradients", "optimizer state"))
+    assert moves.phases["generate"] == stays.phases["generate"] - moved
+    assert moves.phases["update"] == stays.phases["update"]
+    assert moves.phases["log_prob"] == (
+        stays.phases["log_prob"] - moved + moves.part("weights").bytes + moves.part("reference model's weights").bytes
+    )
+    assert stays.total == stays.phases[stays.worst_phase] == max(stays.phases.values())
+
+
+def test_a_model_that_is_only_evaluated_has_neither_gradients_nor_optimizer() -> None:
+    names = {part.name for part in estimate(forward_only=True).parts}
+    assert names == {"weights", "working memory of log-probs", "logits of log-probs"}
+
+
+def test_critic_beside_an_actor() -> None:
+    actor, critic = estimate(rollout=RolloutLoad(4, 512)), estimate(value_head=True)
+    assert not [part for part in critic.parts if "logits" in part.name]
+    both = combine({"actor": actor, "critic": critic})
+    always = sum(part.bytes for part in critic.parts if not part.phases)
+    assert both.phases["actor update"] == actor.phases["update"] + always
+    assert both.total == max(both.phases.values())
+
+
+def test_what_is_not_counted_and_what_is_assumed_is_said() -> None:
+    found = estimate("Qwen3-30B-A3B", optimizer={"override_optimizer_config": {"optimizer_cpu_offload": True}})
+    said = json.loads(json.dumps(found.to_dict()))
+    assert said["not_counted"] == list(NOT_COUNTED) and said["total"] == found.total
+    assert [part["name"] for part in said["parts"]] == [part.name for part in found.parts]
+    text = " ".join(said["assumptions"])
+    assert "same number of tokens" in text and "not measured" in text and "optimizer_cpu_offload" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"dtype": "fp8"}, "dtype=fp8 is not known"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0 must be at least 1"),
+        ({"layout": Layout(tp=3, world_size=3)}, "num_attention_heads=28 cannot be divided"),
+        ({"rollout": RolloutLoad(1, 1, "int4")}, "rollout.dtype=int4"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        estimate(**settings)
