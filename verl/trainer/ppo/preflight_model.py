@@ -224,8 +224,8 @@ def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapp
 def _tensor_rules(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> list[tuple[str, Callable[[int], bool]]]:
     """(what is divided, whether a tensor size can divide it)."""
 
-    def divides(number: int) -> Callable[[int], bool]:
-        return lambda size: number % size == 0
+    def divides(number: int, cp: int = 1) -> Callable[[int], bool]:
+        return lambda size: number % (size * cp) == 0
 
     def groups(number: int) -> Callable[[int], bool]:
         # Fewer groups than ranks are held several times.
@@ -252,12 +252,8 @@ def _tensor_rules(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> lis
         cp = engine["context_parallel_size"]
         for name in ("linear_num_key_heads", "linear_num_value_heads"):
             if number := facts.number(name):
-                rules.append(
-                    (
-                        f"the {number} heads of linear attention ({name}, with context_parallel_size={cp})",
-                        lambda size, number=number: number % (size * cp) == 0,
-                    )
-                )
+                words = f"the {number} heads of linear attention ({name}, with context_parallel_size={cp})"
+                rules.append((words, divides(number, cp)))
     return rules
 
 
