@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl.trainer.main_ppo import ray_init_kwargs, time_limited
+from verl.trainer.main_ppo import check_local_cpus, ray_init_kwargs, time_limited
 from verl.utils.config import compose_config
 
 
@@ -52,3 +52,26 @@ def test_the_command_line_loads_neither_torch_nor_ray_before_the_checks():
     code = "import sys, verl.trainer.main_ppo, verl.trainer.sft_trainer; print({'torch', 'ray'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said", "not_said"),
+    [
+        (["trainer.n_gpus_per_node=3"], ["need 3 CPUs", "has 2", "n_gpus_per_node=2 or num_cpus_per_worker=0.666"], []),
+        (["trainer.n_gpus_per_node=1000"], ["need 1000 CPUs", "use n_gpus_per_node=2"], ["or num_cpus_per_worker"]),
+        (["trainer.nnodes=2", "trainer.n_gpus_per_node=8"], ["trainer.nnodes=1, or name the cluster"], ["use n_gpus"]),
+        (["trainer.num_cpus_per_worker=3", "trainer.n_gpus_per_node=1"], ["num_cpus_per_worker=2"], []),
+        (["ray_kwargs.ray_init.num_cpus=two"], ["ray_kwargs.ray_init.num_cpus='two' must be"], []),
+        (["ray_kwargs.ray_init.num_cpus=0"], ["ray_kwargs.ray_init.num_cpus=0 must be"], []),
+    ],
+)
+def test_more_workers_than_cpus_are_answered_with_what_would_fit(monkeypatch, overrides, said, not_said):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("verl.utils.device.get_device_name", lambda: "cpu")
+    with pytest.raises(ValueError) as error:
+        check_local_cpus(_config("ray_kwargs.ray_init.num_cpus=2", *overrides))
+    assert all(part in str(error.value) for part in said), error.value
+    assert not any(part in str(error.value) for part in not_said), error.value
+    check_local_cpus(_config("ray_kwargs.ray_init.num_cpus=2", "trainer.n_gpus_per_node=2"))
+    fitting = ["ray_kwargs.ray_init.num_cpus=2", "trainer.n_gpus_per_node=3", "trainer.num_cpus_per_worker=0.666"]
+    check_local_cpus(_config(*fitting))

@@ -5,6 +5,7 @@ The configuration is checked before torch, Ray or a model is loaded. The control
 or joins the cluster that ``ray_kwargs.ray_init.address`` or ``RAY_ADDRESS`` names.
 """
 
+import math
 import os
 import sys
 import tempfile
@@ -20,6 +21,9 @@ from verl.trainer.ppo.preflight import validate_ppo_config
 from verl.utils.device import DEVICE_ENV
 
 RAY_START_TIMEOUT_S = 180.0
+
+# More processes than this on one CPU are not offered as a way out.
+MAX_WORKERS_ON_A_CPU = 4
 
 
 def main() -> None:
@@ -107,15 +111,22 @@ def check_local_cpus(config: DictConfig) -> None:
     trainer = config.trainer
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     available = kwargs.get("num_cpus", len(cores))
+    if isinstance(available, bool) or not isinstance(available, int) or available < 1:
+        raise ValueError(f"ray_kwargs.ray_init.num_cpus={available!r} must be a whole number of at least 1, or null")
     workers = trainer.nnodes * trainer.n_gpus_per_node
-    if workers * trainer.num_cpus_per_worker > available:
-        needed = workers * trainer.num_cpus_per_worker
-        raise ValueError(
-            f"trainer.nnodes x trainer.n_gpus_per_node={workers} worker processes at trainer.num_cpus_per_worker="
-            f"{trainer.num_cpus_per_worker} need {needed:g} CPUs, and this machine has {available} (no GPU or NPU, "
-            f"so every worker takes CPUs); use n_gpus_per_node={max(int(available), 1)} or "
-            f"num_cpus_per_worker={available / workers:g}"
-        )
+    needed = workers * trainer.num_cpus_per_worker
+    if needed <= available:
+        return
+    advice = [f"n_gpus_per_node={available}"] if trainer.nnodes == 1 else []
+    if workers <= MAX_WORKERS_ON_A_CPU * available:
+        advice.append(f"num_cpus_per_worker={math.floor(1000 * available / workers) / 1000:g}")
+    if trainer.nnodes > 1:
+        advice.append("trainer.nnodes=1, or name the cluster with ray_kwargs.ray_init.address")
+    raise ValueError(
+        f"trainer.nnodes x trainer.n_gpus_per_node={workers} worker processes at trainer.num_cpus_per_worker="
+        f"{trainer.num_cpus_per_worker} need {needed:g} CPUs, and this machine has {available} (no GPU or NPU, "
+        f"so every worker takes CPUs); use {' or '.join(advice)}"
+    )
 
 
 def ray_init_kwargs(config: DictConfig) -> dict[str, Any]:
