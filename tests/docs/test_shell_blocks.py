@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every shell block of the documentation runs here, or says by whom it is run, or why not."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from verl.utils.tiny_model import save_tiny_qwen3_moe
 
 PAGES = {path: find_blocks(path, (REPO_ROOT / path).read_text(encoding="utf-8")) for path in all_documents()}
 RUN_HERE = {path: [block for block in blocks if block.is_run_here] for path, (blocks, _) in PAGES.items()}
+QUICKSTART = Path("docs/start/quickstart.md")
 REWARD = "def compute_score(data_source, solution_str, ground_truth, **kwargs):\n    return float(len(solution_str))\n"
 
 
@@ -35,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_blocks_are_found():
     assert sum(len(blocks) for blocks, _ in PAGES.values()) >= 8
-    assert any(RUN_HERE[path] for path in (Path("README.md"), Path("docs/start/quickstart.md")))
+    assert any(RUN_HERE[path] for path in (Path("README.md"), QUICKSTART))
 
 
 @pytest.mark.parametrize("path", PAGES, ids=str)
@@ -49,9 +51,14 @@ def test_every_block_says_who_runs_it(path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", [path for path, blocks in RUN_HERE.items() if blocks], ids=str)
 def test_the_blocks_of_a_page_run_one_after_the_other(path, folder, model):
+    said = ""
     for block in RUN_HERE[path]:
         done = run_block(block, folder, {"/path/to/hf/model": model})
         assert done.returncode == 0, f"{block}\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        said += done.stdout
+    if path == QUICKSTART:  # its table of metrics to look at
+        metrics = re.findall(r"^\| `([\w/]+)`", (REPO_ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(metrics) >= 4 and [name for name in metrics if f"{name}:" not in said] == []
 
 
 def problems_of(text: str) -> list[str]:

@@ -149,3 +149,19 @@ def check_document(path: Path, source: str) -> list[str]:
     excused = {i for i, line in enumerate(lines, start=1) if re.search(r"(<!--|#) not a (file|key)( -->)?\s*$", line)}
     found = [*_links(path, source), *_named_files(source), *_named_keys(source)]
     return [f"{path}:{line}: {text}" for line, text in sorted(set(found)) if line not in excused]
+
+
+def scripts() -> list[Path]:
+    """Files that a user starts, whose first comment or docstring says how."""
+    found = [path for folder in ("examples", "recipe", "scripts", "docker") for path in (REPO_ROOT / folder).rglob("*")]
+    return sorted(path.relative_to(REPO_ROOT) for path in found if path.suffix in (".py", ".sh"))
+
+
+def check_script(path: Path, source: str) -> list[str]:
+    """What a script's comments (``.sh``) or docstring (``.py``) name that does not exist."""
+    if path.suffix == ".sh":
+        text = "\n".join(line if line.startswith("#") else "" for line in source.splitlines())
+    else:
+        docstring = re.match(r'(?:#[^\n]*\n)*\s*"""(.*?)"""', source, re.DOTALL)
+        text = docstring[1] if docstring else ""
+    return [f"{path}: {problem}" for _, problem in sorted({*_named_files(text), *_named_keys(text)})]

@@ -76,6 +76,18 @@ def test_what_exists_or_is_not_ours_passes(text):
     assert docs_links.check_document(Path("README.md"), f"# The title\n\n{text}\n") == []
 
 
+@pytest.mark.parametrize("path", docs_links.scripts(), ids=str)
+def test_everything_that_a_script_says_of_itself_exists(path):
+    assert docs_links.check_script(path, (REPO_ROOT / path).read_text(encoding="utf-8")) == []
+
+
+def test_a_wrong_name_in_a_script_is_found():
+    shell = "#!/usr/bin/env bash\n#   bash examples/missing.sh\nbash scripts/also_missing.sh\n"
+    assert len(docs_links.check_script(Path("x.sh"), shell)) == 1
+    python = '# SPDX\n"""Try `trainer.no_such_key=1`: python3 scripts/missing.py"""\nname = "scripts/x.py"\n'
+    assert len(docs_links.check_script(Path("x.py"), python)) == 2
+
+
 def test_headings_are_those_of_github():
     source = "# 1. One form\n## `agg_loss`, in *short*\n## Same\n## Same\n```\n# no heading\n```\n"
     assert docs_links.headings(source) == {"1-one-form", "agg_loss-in-short", "same", "same-1"}
