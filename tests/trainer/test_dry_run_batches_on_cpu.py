@@ -131,6 +131,17 @@ def test_the_number_of_steps(prompts: Path) -> None:
     assert any("dynamic sampling draws 48 prompts" in note for note in notes)
 
 
+def test_what_is_due_on_the_way(prompts: Path) -> None:
+    def due(*changes: str) -> tuple:
+        steps = describe_ppo_batches(ppo(prompts, *changes), dp=1, uses_reference=False).steps
+        return steps.validation_rows, steps.validate_first, steps.validate_every, steps.save_every
+
+    assert due("data.val_files=null") == (None, False, None, None)
+    changes = [f"data.val_files={prompts}", "data.val_max_samples=7", "trainer.test_freq=5", "trainer.save_freq=10"]
+    assert due(*changes, "trainer.val_before_train=False") == (7, False, 5, 10)
+    assert due(f"data.val_files={prompts}") == (100, True, None, None)
+
+
 @pytest.mark.parametrize("divisor", [1, 2])
 def test_the_engine_never_makes_more_micro_batches(divisor: int) -> None:
     rng = random.Random(0)

@@ -231,6 +231,8 @@ def test_a_request_writes_nothing_whatever_hydra_is_told() -> None:
     assert not {"--json", "hydra.run.dir=/x", "hydra/job_logging=default"} & set(arguments)
     with pytest.raises(ValueError, match="add trainer.dry_run=True, or leave out --json"):
         read_request(["--json", "a=1"])
+    with pytest.raises(ValueError, match="leave out --multirun"):
+        read_request(["trainer.dry_run=True", "--multirun"])
 
 
 def test_the_argument_that_hydra_refuses() -> None:

@@ -70,7 +70,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Steps:
-    """Length of the run. ``rows`` are those of the files, before any is dropped; None if they cannot be read."""
+    """Length of the run, and what is due on the way.
+
+    ``rows`` are those of the files, before any is dropped; None if they cannot be read. ``validation_rows`` is None if
+    nothing is validated or they cannot be read; ``validate_every`` and ``save_every`` are None for never.
+    """
 
     rows: int | None
     rows_used: int | None
@@ -81,6 +85,11 @@ class Steps:
     total_steps: int | None
     total_key: str
     may_shrink: bool
+    validation_rows: int | None
+    validation_samples: int
+    validate_every: int | None
+    validate_first: bool
+    save_every: int | None
 
 
 @dataclass(frozen=True)
@@ -313,10 +322,7 @@ def describe_steps(tree: Mapping, batch_key: str, batch_size: int, may_shrink: b
         notes: takes a sentence where the steps need more epochs than are set.
     """
     data, trainer = tree["data"], tree["trainer"]
-    rows = count_rows(data["train_files"])
-    used = rows
-    if rows is not None and 0 <= data["train_max_samples"] < rows:
-        used = data["train_max_samples"]
+    rows, used = _rows_used(data, "train")
     per_epoch = used // batch_size if used is not None else None
     total, wanted = None, trainer["total_training_steps"]
     try:
@@ -337,7 +343,22 @@ def describe_steps(tree: Mapping, batch_key: str, batch_size: int, may_shrink: b
         total_steps=total,
         total_key="trainer.total_training_steps" if wanted else "trainer.total_epochs",
         may_shrink=bool(may_shrink),
+        validation_rows=_rows_used(data, "val")[1],
+        validation_samples=get(tree, f"{_A}.rollout.val_kwargs.n") or 1,
+        validate_every=_every(trainer["test_freq"]),
+        validate_first=bool(trainer.get("val_before_train", False) and data["val_files"]),
+        save_every=_every(trainer["save_freq"]),
     )
+
+
+def _rows_used(data: Mapping, kind: str) -> tuple[int | None, int | None]:
+    """Rows of the training or validation files, and those of them that are used."""
+    rows, most = count_rows(data[f"{kind}_files"]), data[f"{kind}_max_samples"]
+    return rows, most if rows is not None and 0 <= most < rows else rows
+
+
+def _every(steps: int | None) -> int | None:
+    return steps if steps and steps > 0 else None
 
 
 def describe_schedule(key: str, optim: Mapping, total: int | None) -> Schedule:

@@ -39,7 +39,7 @@ def read_request(arguments: Sequence[str]) -> Request:
     tells hydra where to write is left out then, and replaced by its writing nothing.
 
     Raises:
-        ValueError: ``--json`` without a dry run.
+        ValueError: ``--json`` without a dry run, or a dry run of many configurations.
     """
     value, as_json = None, JSON_FLAG in arguments
     for argument in arguments:
@@ -52,6 +52,8 @@ def read_request(arguments: Sequence[str]) -> Request:
         raise ValueError(f"{JSON_FLAG} is the form of a dry run's report; add {KEY}=True, or leave out {JSON_FLAG}")
     if not is_dry_run:
         return Request(False, False, list(arguments))
+    if {"-m", "--multirun"} & set(arguments):
+        raise ValueError(f"{KEY} is of one configuration; leave out --multirun")
     kept, placed = [], False
     for argument in arguments:
         if re.match(rf"\+{{0,2}}{re.escape(KEY)}=", argument):

@@ -115,7 +115,11 @@ def _stages(layout: LayoutReport) -> str:
         return f"not known: {layout.stages_unknown}"
     if len(stages) == 1:
         return f"{stages[0]}, all in one stage"
+    size = layout.world_size // len(stages)
     words = f"{sum(stages)} = {' + '.join(map(str, stages))} over the pipeline stages"
+    if layout.data is not None:
+        starts = range(0, layout.world_size, size)
+        words += f" (ranks {', '.join(str(i) if size == 1 else f'{i}-{i + size - 1}' for i in starts)})"
     if layout.virtual_pipeline:
         words += f", each in {layout.virtual_pipeline} chunks"
     return words
@@ -192,16 +196,35 @@ def _budget(part: MicroBatches) -> str:
     words = f"{part.tokens} a rank ({part.budget_key}) x context {factor} = {part.tokens_times_cp} a micro-batch"
     if part.tokens_times_cp < part.longest:
         return f"{words}, less than the longest sequence"
-    words += f", so at least {part.tokens_times_cp // part.longest} sequences of the longest kind"
-    if part.least is not None:
-        words += f"; {part.rows} sequences make {_count(part)}"
+    words += f": at least {part.tokens_times_cp // part.longest} sequences of the longest kind"
+    if part.most is not None:
+        words += f", so {part.rows} sequences make {part.most} micro-batch{'es' if part.most > 1 else ''} at most"
     return words
 
 
 def _run_rows(batches: BatchReport) -> list[tuple[str, str]]:
     rows = [("steps", _steps(batches.steps, batches.items))]
     rows += [(_schedule_name(schedule), _schedule(schedule)) for schedule in batches.schedules]
+    rows += [("validation", _validation(batches.steps, batches.items)), ("checkpoints", _checkpoints(batches.steps))]
     return rows + [("", note) for note in batches.notes]
+
+
+def _validation(steps: Steps, items: str) -> str:
+    if not steps.validate_first and steps.validate_every is None:
+        return "none (trainer.test_freq is not positive)"
+    when = ["before the first step (trainer.val_before_train)"] if steps.validate_first else []
+    if steps.validate_every is not None:
+        when.append(f"every {steps.validate_every} steps (trainer.test_freq) and after the last")
+    words = f"{_number(steps.validation_rows)} {items} of data.val_files"
+    if items == "prompts":
+        words += f" x {steps.validation_samples} (actor_rollout_ref.rollout.val_kwargs.n)"
+    return f"{words}, {' and '.join(when)}"
+
+
+def _checkpoints(steps: Steps) -> str:
+    if steps.save_every is None:
+        return "none (trainer.save_freq is not positive)"
+    return f"every {steps.save_every} steps (trainer.save_freq) and after the last"
 
 
 def _steps(steps: Steps, items: str) -> str:
