@@ -131,8 +131,8 @@ class ResumableLoader:
 def _end_with_trainer(worker_id: int) -> None:
     """Let this reader process end with the process that it reads for.
 
-    A killed process cannot end its readers, and they would wait for it for ever: what forked them is a server that lives
-    as long as they do.
+    A killed process cannot end its readers, and they would wait for it for ever: what forked them is a server that
+    lives as long as they do.
     """
     trainer = multiprocessing.parent_process()
 

@@ -192,6 +192,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor: TrainingWorker | None = None
         self.ref: TrainingWorker | None = None
         self.rollout: Any = None
+        self._rollout_gives_way = False
         self.init_distributed(timeout_s=config.nccl_timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -210,6 +211,9 @@ class ActorRolloutRefWorker(Worker):
             rollout_cls = get_rollout_class(rollout_config.name, rollout_config.mode)
             self.rollout = rollout_cls(rollout_config, model_config)
             self._register_dispatch_collect_info("rollout", self.rank, True)
+            self._rollout_gives_way = rollout_config.free_cache_engine and self.role != "rollout"
+            if self._rollout_gives_way:
+                self.rollout.release()
 
     def _build(self, name: str, worker_cls: type, model_config: Any, section: Any, optimizer: Any) -> TrainingWorker:
         worker = worker_cls(
@@ -229,9 +233,16 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Sample a response for every row; every rank samples its share. See :class:`BaseRollout`."""
+        """Sample a response for every row; every rank samples its share. See :class:`BaseRollout`.
+
+        With ``rollout.free_cache_engine`` the rollout is on the device only meanwhile, unless nothing else lives here.
+        """
         with _timed() as seconds:
+            if self._rollout_gives_way:
+                self.rollout.resume()
             output = self.rollout.generate_sequences(prompts)
+            if self._rollout_gives_way:
+                self.rollout.release()
         output.meta_info["timing"] = {"generate_sequences": seconds()}
         return output
 

@@ -329,6 +329,17 @@ def test_release_and_resume_keep_the_weights_and_the_loader(path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in rollout.model.state_dict().items())
 
 
+def test_release_and_resume_move_the_model_on_an_accelerator_and_nothing_on_a_cpu(path, monkeypatch):
+    rollout, moves = make_rollout(path), []
+    monkeypatch.setattr(rollout.model, "to", moves.append)
+    rollout.release()
+    assert moves == []
+    rollout.device = "cuda"
+    rollout.release()
+    rollout.resume()
+    assert moves == ["cpu", "cuda"]
+
+
 def test_an_empty_batch_gives_an_empty_batch(path):
     out = make_rollout(path).generate_sequences(prompts([3, 4])[:0])
     assert out.batch["responses"].shape == (0, R) and out.batch["input_ids"].shape == (0, P + R)

@@ -80,7 +80,6 @@ ROLLOUT_SERVER_ONLY = (
     "max_num_batched_tokens",
     "max_model_len",
     "enforce_eager",
-    "free_cache_engine",
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "engine_kwargs",

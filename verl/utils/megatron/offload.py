@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving a Megatron model's parameters, gradients and optimizer state between the accelerator and host memory.
 
-Megatron's data-parallel wrapper keeps parameters and gradients in flat buffers that the parameters are views of. Whatever
-is moved is copied to the host and its storage freed in place, so that every view stays a view. A parameter that is in no
-buffer is moved the same way: under another device it would get a new gradient accumulator, and Megatron's hook, which
-adds its gradient up, would be lost with the old one.
+Megatron's data-parallel wrapper keeps parameters and gradients in flat buffers that the parameters are views of.
+Whatever is moved is copied to the host and its storage freed in place, so that every view stays a view. A parameter
+that is in no buffer is moved the same way: under another device it would get a new gradient accumulator, and Megatron's
+hook, which adds its gradient up, would be lost with the old one.
 """
 
 from collections.abc import Iterator

@@ -57,9 +57,10 @@ class HFRollout(BaseRollout):
         self.model.to(self.device)
 
     def release(self) -> None:
-        """Move the model to host memory and give freed device memory back."""
-        self.model.to("cpu")
-        get_torch_device().empty_cache()
+        """Move the model to host memory and give freed device memory back; weights may be updated there."""
+        if self.device != "cpu":
+            self.model.to("cpu")
+            get_torch_device().empty_cache()
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate one response per row.
