@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.special_sanity.checks import REPO_ROOT
 from tests.utils.test_model_size_on_cpu import shape
 from verl.utils.activation_memory import stage_activations
 from verl.utils.memory_estimate import (
@@ -186,6 +187,35 @@ def test_what_is_not_counted_and_what_is_assumed_is_said() -> None:
     assert [part["name"] for part in said["parts"]] == [part.name for part in found.parts]
     text = " ".join(said["assumptions"])
     assert "same number of tokens" in text and "not measured" in text and "optimizer_cpu_offload" in text
+
+
+def test_the_python_on_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    page = (REPO_ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(REPO_ROOT)
+    exec(page.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("generate 168")
+
+
+def test_the_example_on_the_page_is_what_comes_out() -> None:
+    page = (REPO_ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    lines = page.partition("## Example")[2].partition("\n## ")[0].replace("*", "").splitlines()
+    rows = {row[0]: row[1:3] for row in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)}
+    for column, (ranks, offload) in enumerate(((8, False), (16, True))):
+        found = estimate(
+            "Qwen3-30B-A3B",
+            Layout(cp=2, ep=8, etp=1, world_size=ranks),
+            max_tokens_per_rank=8192,
+            recompute=FULL,
+            reference=True,
+            rollout=RolloutLoad(rows=64, tokens=3072),
+            param_offload=offload,
+            optimizer_offload=offload,
+            reference_offload=offload,
+        )
+        expected = {part.name: part.bytes for part in found.parts}
+        expected |= {f"phase {name}": number for name, number in found.phases.items()}
+        for name, number in expected.items():
+            assert rows[name][column] == f"{number / 2**30:.2f}", name
 
 
 @pytest.mark.parametrize(

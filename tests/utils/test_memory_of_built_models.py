@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.engine_world import Case
+from tests.special_sanity.checks import REPO_ROOT
 from tests.utils.memory_world import LAYERS, LENGTHS, NUM_TOKENS, Held, Job, measure, read_config, save_models
 from tests.utils_dist import run_world
 from verl.utils.activation_memory import stage_activations
@@ -136,6 +137,8 @@ def test_activations_are_what_autograd_saves_within_a_percent(measured, name: st
     # Not counted: ids, masks and the loss's columns, and the table of rotary angles that full recomputation keeps.
     longest = sum(LENGTHS[0])
     once = 64 * tokens + longest * shape.query_head_dim * 4
+    page = (REPO_ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert f"| {tokens} | {expected.kept:,} | {ranks[0].activations:,} |" in page
     for held in ranks:
         assert held.activations - expected.kept == pytest.approx(once / 2, abs=once / 2 + 0.01 * expected.kept)
         if expected.recomputed:
