@@ -84,7 +84,9 @@ def test_everything_wrong_is_told_at_once_and_the_rest_too(files: Files) -> None
 def test_what_hydra_refused_is_among_the_errors_without_what_follows(files: Files) -> None:
     config = compose_config("ppo_trainer", [argument for argument in files.ppo_arguments if "mini" not in argument])
     refused = f"{A}.actor.ppo_mini_batchsize is not a key of ppo_trainer. Did you mean {A}.actor.ppo_mini_batch_size?"
-    assert build_report(config, "ppo_trainer", [refused]).errors == (refused,)
+    report = build_report(config, "ppo_trainer", [refused])
+    assert report.errors == (refused,)
+    assert any(note.startswith("perhaps only") and "ppo_mini_batch_size=256" in note for note in report.notes)
     # The default of the key that was meant is larger than the batch, which is nobody's mistake.
     assert any("ppo_mini_batch_size=256" in error for error in build_report(config, "ppo_trainer").errors)
     assert build_report(None, "ppo_trainer", ["no"]).errors == ("no",)

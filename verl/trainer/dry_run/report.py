@@ -111,17 +111,20 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
     except ValueError as error:  # an interpolation that leads nowhere
         return Report(command, (*refused, *str(error).splitlines()), changed=changed_keys(config, config_name))
     key_errors = [*refused, *found.key_errors]
-    errors = [error for error in found.errors if not is_consequence(error, key_errors)]
+    errors, doubtful = [], []
+    for error in found.errors:
+        (doubtful if is_consequence(error, key_errors) else errors).append(error)
     elsewhere = [error for error in errors if is_about_this_machine(error)]
     errors = [error for error in errors if error not in elsewhere]
     tree, unusable = with_usable_numbers(found.tree, found.defaults, config_name)
     parts = _describe(tree, config_name, found)
     if parts.get("batches") is not None:
         errors += warmup_problems(parts["batches"], tree)
+    notes = [*_repair_notes(found, unusable), *_doubts(doubtful), *found.notes, *elsewhere]
     return Report(
         command=command,
         errors=tuple(dict.fromkeys([*key_errors, *errors])),
-        notes=(*_repair_notes(found, unusable), *found.notes, *elsewhere, *_place_notes(tree, config_name)),
+        notes=(*notes, *_place_notes(tree, config_name)),
         changed=changed_keys(config, config_name),
         unread=tuple(UnreadKey(key, value, why) for key, value, why in found.no_effect),
         **parts,
@@ -185,6 +188,10 @@ def world_of(trainer: Mapping, config_name: str, env: Mapping[str, str]) -> Worl
         return World(size, "WORLD_SIZE of torchrun", int(env.get("LOCAL_WORLD_SIZE") or size))
     nodes, per_node = trainer["nnodes"], trainer["n_gpus_per_node"]
     return World(nodes * per_node, f"trainer.nnodes {nodes} x trainer.n_gpus_per_node {per_node}", per_node)
+
+
+def _doubts(errors: Sequence[str]) -> list[str]:
+    return [f"perhaps only because of an error below: {error}" for error in errors]
 
 
 def _repair_notes(found: Findings, unusable: Sequence[str]) -> list[str]:

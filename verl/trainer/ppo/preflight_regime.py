@@ -45,7 +45,7 @@ class Guard:
     """One combination that is refused together with ``calculate_per_token_loss`` while the guards are on.
 
     ``combination`` is what is refused, ``present`` whether this configuration has it, ``refuses`` whether it is refused
-    here: present, the flag on and the guards on. ``error`` is the sentence for that.
+    here: present, the flag on and the guards on. ``error`` is the sentence for that, else empty.
     """
 
     combination: str
@@ -104,26 +104,15 @@ def find_guards(
     """
     acts = bool(regime.per_token and engine["per_token_loss_guards"])
     lift = f"or lift the guard with {path}.per_token_loss_guards=False (docs/objective.md)"
-    is_padded = not model["use_remove_padding"]
-    guards = []
+
+    def guard(combination: str, words: str, present: bool, instead: str) -> Guard:
+        error = f"{words} is refused together with {regime.setting}; {instead}, {lift}" if acts and present else ""
+        return Guard(combination, present, acts and present, error)
+
+    guards, name, padded = [], "seq-mean-token-mean", f"{model_path}.use_remove_padding=False"
     if mode is not None:
-        name = "seq-mean-token-mean"
-        guards.append(
-            Guard(
-                f"loss_agg_mode={name}",
-                mode == name,
-                acts and mode == name,
-                f"loss_agg_mode={name!r} is refused together with {regime.setting}; use token-mean, {lift}",
-            )
-        )
-    guards.append(
-        Guard(
-            f"{model_path}.use_remove_padding=False",
-            is_padded,
-            acts and is_padded,
-            f"{model_path}.use_remove_padding=False is refused together with {regime.setting}; set it to True, {lift}",
-        )
-    )
+        guards.append(guard(f"loss_agg_mode={name}", f"loss_agg_mode={name!r}", mode == name, "use token-mean"))
+    guards.append(guard(padded, padded, not model["use_remove_padding"], "set it to True"))
     return guards
 
 
