@@ -5,7 +5,8 @@
     python3 examples/data_preprocess/gsm8k.py --local_dataset_path FOLDER --local_save_dir ~/data/gsm8k
 
 A local folder holds jsonl or parquet files with the columns `question` and `answer`; a file belongs to the split
-(train, test) that its name contains.
+(train, test) that its name contains. Written are train.parquet and test.parquet, prompts with their final numbers, and
+sft_train.parquet and sft_test.parquet, the same prompts as conversations that end in the worked answer.
 """
 
 import argparse
@@ -44,6 +45,12 @@ def make_row(question: str, answer: str, split: str, index: int) -> dict[str, An
     }
 
 
+def make_conversation(row: dict[str, Any]) -> dict[str, Any]:
+    """A prompt with its worked answer, for supervised fine-tuning."""
+    answer = {"role": "assistant", "content": row["extra_info"]["answer"]}
+    return {"messages": [*row["prompt"], answer], "extra_info": {"index": row["extra_info"]["index"]}}
+
+
 def read_local(folder: Path, split: str) -> list[dict[str, str]]:
     """Rows of the jsonl and parquet files of `folder` whose names contain `split`.
 
@@ -75,7 +82,7 @@ def read_hub(split: str) -> list[dict[str, str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write train.parquet and test.parquet."""
+    """Write both splits, as prompts and as conversations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--local_dataset_path", help="folder with the source's files; without it the hub is asked")
     parser.add_argument("--local_save_dir", default="~/data/gsm8k", help="folder to write")
@@ -89,8 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             source = read_hub(split)
         rows = [make_row(row["question"], row["answer"], split, i) for i, row in enumerate(source)]
-        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
-        print(f"wrote {len(rows)} rows to {out / split}.parquet")
+        for name, table in ((split, rows), (f"sft_{split}", [make_conversation(row) for row in rows])):
+            pq.write_table(pa.Table.from_pylist(table), out / f"{name}.parquet")
+            print(f"wrote {len(rows)} rows to {out / name}.parquet")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,38 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# DAPO (arXiv 2503.14476) on two CPU cores: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
+# DAPO (arXiv 2503.14476) on two CPU cores: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL. The
+# model and the data are the quickstart's.
 #
 #   bash scripts/quickstart.sh                               once: makes the data and the model that is trained here
-#   bash recipe/dapo/run_tiny_qwen3_moe_megatron.sh          40 steps, about two minutes; more key=value may follow
+#   bash recipe/dapo/run_tiny_qwen3_moe_megatron.sh          40 steps, about two minutes
+#   bash recipe/dapo/run_tiny_qwen3_moe_megatron.sh trainer.dry_run=True   what it would do
 #
-# MODEL, DATA and OUT name another Hugging Face folder, another folder with train.parquet and test.parquet, and the
-# folder for checkpoints.
+# GPUs:   none; 2 CPU processes
+# Layout: TP=1 x CP=2 x DP=1
+# Regime: calculate_per_token_loss off, as by default; with it on the gradient is the same
+# Memory: 0.1 GiB a process at most, for the model; Python and its libraries need more
+# Curve:  held-out accuracy 0.41 to 0.82 in 40 steps
+#
+# Environment, with its default (paths are relative to the repository); further key=value arguments win:
+#   MODEL_PATH       folder of the model (the quickstart's supervised one)
+#   TRAIN_FILES      training rows (outputs/quickstart/data/train.parquet)
+#   VAL_FILES        held-out rows (outputs/quickstart/data/test.parquet)
+#   NNODES           machines (1)
+#   N_GPUS_PER_NODE  processes (2)
+#   OUT              checkpoints and metrics (outputs/dapo)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-python="${PYTHON:-python3}"
-[ -x .venv/bin/python ] && python="${PYTHON:-.venv/bin/python}"
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-DATA="${DATA:-outputs/quickstart/data}"
+MODEL_PATH="${MODEL_PATH:-$(ls -d outputs/quickstart/sft/global_step_*/huggingface 2>/dev/null | tail -n 1 || true)}"
+TRAIN_FILES="${TRAIN_FILES:-outputs/quickstart/data/train.parquet}"
+VAL_FILES="${VAL_FILES:-outputs/quickstart/data/test.parquet}"
+NNODES="${NNODES:-1}"
+N_GPUS_PER_NODE="${N_GPUS_PER_NODE:-2}"
 OUT="${OUT:-outputs/dapo}"
-MODEL="${MODEL:-$(ls -d outputs/quickstart/sft/global_step_*/huggingface 2>/dev/null | tail -n 1 || true)}"
-if [[ -z "$MODEL" || ! -f "$DATA/train.parquet" ]]; then
-    echo "dapo: run scripts/quickstart.sh first, or set MODEL and DATA" >&2
+if [[ -z "$MODEL_PATH" || ! -f "$TRAIN_FILES" ]]; then
+    echo "dapo: run scripts/quickstart.sh first, or set MODEL_PATH, TRAIN_FILES and VAL_FILES" >&2
     exit 2
 fi
 
@@ -28,14 +42,14 @@ exec "$python" -m verl.trainer.main_ppo \
     algorithm.filter_groups.enable=True \
     algorithm.filter_groups.metric=acc \
     algorithm.filter_groups.max_num_gen_batches=10 \
-    data.train_files="$DATA/train.parquet" \
-    data.val_files="$DATA/test.parquet" \
+    data.train_files="$TRAIN_FILES" \
+    data.val_files="$VAL_FILES" \
     data.train_batch_size=16 \
     data.gen_batch_size=24 \
     data.max_prompt_length=8 \
     data.max_response_length=8 \
     data.dataloader_num_workers=0 \
-    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.actor.megatron.context_parallel_size=2 \
     actor_rollout_ref.actor.megatron.dtype=float32 \
     actor_rollout_ref.actor.clip_ratio_low=0.2 \
@@ -59,7 +73,8 @@ exec "$python" -m verl.trainer.main_ppo \
     +reward.reward_kwargs.overlong_buffer_cfg.len=2 \
     +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5 \
     +reward.reward_kwargs.overlong_buffer_cfg.log=True \
-    trainer.n_gpus_per_node=2 \
+    trainer.nnodes="$NNODES" \
+    trainer.n_gpus_per_node="$N_GPUS_PER_NODE" \
     trainer.total_training_steps=40 \
     trainer.total_epochs=1 \
     trainer.test_freq=20 \

@@ -101,6 +101,9 @@ def test_gsm8k_real_rows_become_prompts_with_their_final_numbers(tmp_path):
     assert row["reward_model"] == {"style": "rule", "ground_truth": "72"}
     assert row["extra_info"] == {"split": "train", "index": 0, **source}
     assert row["prompt"][0]["content"].startswith(source["question"])
+    chats = MultiTurnSFTDataset(str(tmp_path / "sft_train.parquet"), build_character_tokenizer(), {"max_length": 2048})
+    assert len(chats) == 200 and chats[0]["loss_mask"].sum() == len(source["answer"]) + 1  # and EOS
+    assert read(tmp_path / "sft_test.parquet")[0]["messages"][0] == test[0]["prompt"][0]
     assert "####" in row["prompt"][0]["content"]
     for row in train + test:
         truth = row["reward_model"]["ground_truth"]

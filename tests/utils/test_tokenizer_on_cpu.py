@@ -63,17 +63,48 @@ def test_default_tiny_model_has_the_documented_size_and_loads(tmp_path):
     assert (generation.eos_token_id, generation.pad_token_id, generation.top_k) == (2, 0, 0)
 
 
-def test_command_line_writes_the_sizes_it_is_given(tmp_path):
-    from transformers import AutoConfig
-
+def load_init_random_model():
     path = Path(__file__).parents[2] / "scripts" / "init_random_model.py"
     spec = importlib.util.spec_from_file_location("init_random_model", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_command_line_writes_the_sizes_it_is_given(tmp_path):
+    from transformers import AutoConfig
+
+    script = load_init_random_model()
     script.main(["--out", str(tmp_path), "--layers", "1", "--hidden", "32", "--experts", "4", "--dtype", "bfloat16"])
     config = AutoConfig.from_pretrained(tmp_path)
     assert (config.num_hidden_layers, config.hidden_size, config.num_experts) == (1, 32, 4)
     assert config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "family, size, architecture",
+    [
+        ("qwen2", ["--intermediate", "48"], "Qwen2ForCausalLM"),
+        ("qwen3", ["--head-dim", "16"], "Qwen3ForCausalLM"),
+        ("deepseek_v3", ["--experts", "4"], "DeepseekV3ForCausalLM"),
+        ("mimo", ["--mtp-layers", "2"], "MiMoForCausalLM"),
+    ],
+)
+def test_command_line_writes_every_family(tmp_path, capsys, family, size, architecture):
+    from transformers import AutoModelForCausalLM
+
+    script = load_init_random_model()
+    script.main(["--out", str(tmp_path / family), "--family", family, "--layers", "2", "--hidden", "32", *size])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / family, trust_remote_code=family == "mimo")
+    assert model.config.architectures == [architecture]
+    key = {"--intermediate": "intermediate_size", "--head-dim": "head_dim", "--experts": "n_routed_experts"}
+    assert getattr(model.config, key.get(size[0], "num_nextn_predict_layers")) == int(size[1])
+    prompt = hf_tokenizer(tmp_path / family)("17+25=", return_tensors="pt")["input_ids"]
+    assert 7 <= model.generate(prompt, max_new_tokens=3).shape[1] <= 9
+    other = "--experts" if family in ("qwen2", "qwen3") else "--head-dim"
+    with pytest.raises(SystemExit):
+        script.main(["--out", str(tmp_path / "other"), "--family", family, other, "4"])
+    assert f"--family {family} has no {other}" in capsys.readouterr().err
 
 
 def test_vocabulary_too_small_for_digits_is_refused():

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# GRPO with router losses at CP=4: Qwen3-30B-A3B on GSM8K, z-loss and balancing loss on, calculate_per_token_loss on.
+# The gradient is that of CP=1, and of the other regime (docs/exactness.md).
+#
+#   python3 examples/data_preprocess/gsm8k.py --local_save_dir ~/data/gsm8k
+#   bash recipe/moe_cp/run_qwen3_30b_a3b_cp4_megatron.sh
+#   bash recipe/moe_cp/run_qwen3_30b_a3b_cp4_megatron.sh trainer.dry_run=True   what it would do, without a GPU
+#
+# GPUs:   64 of 80 GB (eight machines)
+# Layout: TP=2 x PP=4 x CP=4 x DP=2, experts EP=8 x ETP=1 x expert-DP=2
+# Regime: calculate_per_token_loss on: Megatron divides by the routed tokens of the whole step
+# Memory: 70.0 GiB a GPU at most, in the update, 56.9 GiB of it the rollout's copy of the model: an estimate of the
+#         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Curve:  not measured
+#
+# Rollout: hf, the only one here: every GPU holds a whole bfloat16 copy of the model and generates with transformers,
+# token by token. It is slow, and the copy stays on the GPU while the others train.
+# Several machines: `ray start --head` on the first, `ray start --address=FIRST:6379` on the others, then this script
+# once, with RAY_ADDRESS=auto.
+# This is tight: a card of 80 GB offers some 79 GiB, and what the estimate leaves out must fit beside it.
+#
+# Environment, with its default (paths are relative to the repository); further key=value arguments win:
+#   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (Qwen/Qwen3-30B-A3B)
+#   TRAIN_FILES      training rows ($HOME/data/gsm8k/train.parquet)
+#   VAL_FILES        held-out rows ($HOME/data/gsm8k/test.parquet)
+#   NNODES           machines of the Ray cluster (8)
+#   N_GPUS_PER_NODE  GPUs of each machine (8)
+#   OUT              checkpoints and metrics (checkpoints/moe_cp_qwen3_30b_a3b_cp4)
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
+
+MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-30B-A3B}"
+TRAIN_FILES="${TRAIN_FILES:-$HOME/data/gsm8k/train.parquet}"
+VAL_FILES="${VAL_FILES:-$HOME/data/gsm8k/test.parquet}"
+NNODES="${NNODES:-8}"
+N_GPUS_PER_NODE="${N_GPUS_PER_NODE:-8}"
+OUT="${OUT:-checkpoints/moe_cp_qwen3_30b_a3b_cp4}"
+
+exec "$python" -m verl.trainer.main_ppo \
+    model_engine=megatron \
+    algorithm.adv_estimator=grpo \
+    data.train_files="$TRAIN_FILES" \
+    data.val_files="$VAL_FILES" \
+    data.train_batch_size=128 \
+    data.max_prompt_length=512 \
+    data.max_response_length=8192 \
+    data.filter_overlong_prompts=True \
+    data.truncation=error \
+    actor_rollout_ref.model.path="$MODEL_PATH" \
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4 \
+    actor_rollout_ref.actor.megatron.context_parallel_size=4 \
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
+    actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \
+    actor_rollout_ref.actor.megatron.param_offload=True \
+    actor_rollout_ref.actor.megatron.optimizer_offload=True \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform \
+    actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1 \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32 \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=True \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_load_balancing_type=aux_loss \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.001 \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_z_loss_coeff=0.001 \
+    +actor_rollout_ref.actor.megatron.override_transformer_config.calculate_per_token_loss=True \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.optim.weight_decay=0.1 \
+    actor_rollout_ref.actor.optim.clip_grad=1.0 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 \
+    actor_rollout_ref.actor.use_dynamic_bsz=True \
+    actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 \
+    actor_rollout_ref.actor.use_kl_loss=False \
+    actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.actor.loss_agg_mode=token-mean \
+    actor_rollout_ref.rollout.name=hf \
+    actor_rollout_ref.rollout.n=8 \
+    actor_rollout_ref.rollout.max_num_seqs=8 \
+    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=8192 \
+    actor_rollout_ref.rollout.temperature=1.0 \
+    actor_rollout_ref.rollout.top_p=1.0 \
+    trainer.nnodes="$NNODES" \
+    trainer.n_gpus_per_node="$N_GPUS_PER_NODE" \
+    trainer.total_epochs=5 \
+    trainer.val_before_train=False \
+    trainer.test_freq=10 \
+    trainer.save_freq=50 \
+    trainer.max_actor_ckpt_to_keep=2 \
+    trainer.logger='[console,file]' \
+    trainer.project_name=moe_cp \
+    trainer.experiment_name=qwen3_30b_a3b_cp4 \
+    trainer.default_local_dir="$OUT" \
+    "$@"
