@@ -13,7 +13,7 @@ from tests.trainer.config.files import CHAT, PROMPT, write_rows
 from verl.trainer.dry_run.command import read_request
 from verl.trainer.dry_run.render import as_json, as_text
 from verl.trainer.dry_run.report import COMMANDS, Report, build_report
-from verl.utils.config import compose_config, explain_unknown_key
+from verl.utils.config import compose_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/start/dry_run.md").read_text(encoding="utf-8")
@@ -35,13 +35,12 @@ def in_a_folder_with_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
 
 
-def report_of(block: str, unknown: tuple[str, ...] = ()) -> Report:
-    """The report of a command in the page; ``unknown`` are its keys that hydra does not know."""
+def report_of(block: str) -> Report:
+    """The report of a command in the page."""
     module, *arguments = shlex.split(block.partition(" > ")[0].replace("\\\n", " "))[2:]
     name = next(name for name, command in COMMANDS.items() if command == module)
-    kept = [word for word in read_request(arguments).arguments if not word.startswith(("hydra", *unknown))]
-    refused = [explain_unknown_key(key, name) for key in unknown]
-    return build_report(compose_config(name, kept), name, refused)
+    kept = [word for word in read_request(arguments).arguments if not word.startswith("hydra")]
+    return build_report(compose_config(name, kept), name)
 
 
 def test_the_page_shows_what_the_command_says() -> None:
@@ -50,7 +49,7 @@ def test_the_page_shows_what_the_command_says() -> None:
 
 
 def test_the_page_shows_what_is_wrong() -> None:
-    said = as_text(report_of(BLOCKS[2], unknown=("trainer.loger",)))
+    said = as_text(report_of(BLOCKS[2]))
     errors = said[re.search(r"^\d+ errors$", said, re.MULTILINE).start() :]
     assert errors == BLOCKS[3], f"the page must show:\n{errors}"
 
