@@ -15,6 +15,7 @@ also put known faults into the code (four processes, tiny Qwen3-MoE), to show th
 
 import difflib
 import importlib.util
+import math
 import os
 import sys
 import tempfile
@@ -32,9 +33,10 @@ if importlib.util.find_spec("megatron") is None and _VENV.is_file() and Path(sys
     os.execv(_VENV, [str(_VENV), *sys.argv])
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+# Of the shrunk models and the batches in tests/models/exactness.
+HEADS, EXPERTS, EXPERT_WIDTH, ROWS = 4, 4, 24, 8
 DEFAULTS: dict[str, Any] = {
     "out": "outputs/exactness.md",
-    "world": 0,
     "cases": 2,
     "layers": 2,
     "z_loss": 0.1,
@@ -58,11 +60,14 @@ def parse(arguments: list[str]) -> tuple[str | None, dict[str, Any], dict[str, i
                 raise ValueError(f"{folder}: no config.json there; give a Hugging Face model folder")
         elif key in SIZES:
             layout[key] = _number(int, key, value)
+        elif key == "world":
+            settings[key] = _number(int, key, value)
         elif key in DEFAULTS:
             settings[key] = value if key == "out" else _number(type(DEFAULTS[key]), key, value)
         else:
-            near = difflib.get_close_matches(key, [*SIZES, *DEFAULTS], n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join([*SIZES, *DEFAULTS])}"
+            known = ["world", *SIZES, *DEFAULTS]
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
             raise ValueError(f"{key}: no such key{hint}")
     return folder, settings, layout
 
@@ -74,6 +79,62 @@ def _number(kind: type, key: str, value: str) -> Any:
         raise ValueError(f"{key}={value}: a number is needed, for example {key}={DEFAULTS.get(key, 2)}") from None
 
 
+def check_numbers(settings: dict[str, Any], layout: dict[str, int], most: int, at_most_why: str) -> None:
+    """Whether the numbers make sense for the shrunk model, its batch and this machine; nothing is started before.
+
+    Args:
+        settings: as from `parse`, with the number of processes in ``world``.
+        layout: the sizes asked for.
+        most: the largest number of processes, for the reason ``at_most_why``.
+
+    Raises:
+        ValueError: names the key, its value and the nearest right ones.
+    """
+    world, layers = settings["world"], settings["layers"]
+    for key, least in {"world": 1, "cases": 1, "layers": 1, "timeout": 1, **dict.fromkeys(SIZES, 1)}.items():
+        value = (settings | layout).get(key, least)
+        if value < least:
+            raise ValueError(f"{key}={value}: at least {least} is needed; use {key}={least}")
+    if settings["faults"] not in (0, 1):
+        raise ValueError(f"faults={settings['faults']}: 0 or 1 is needed; use faults=1")
+    if not 0 <= settings["z_loss"] < math.inf:
+        raise ValueError(f"z_loss={settings['z_loss']}: a coefficient of at least 0 is needed; use z_loss=0.1")
+    if world > most:
+        raise ValueError(f"world={world}: {at_most_why}; use world={most}")
+    tp, pp, vpp, cp, ep, etp = (layout.get(key, 1) for key in SIZES)
+    depth = 2 * layers if vpp > 1 else layers
+    if vpp > 1 and pp == 1:
+        raise ValueError(f"vpp={vpp}: virtual stages need a pipeline; add pp=2")
+    _must_divide("tp", tp, HEADS, "the heads of the shrunk model")
+    _must_divide("etp", etp, EXPERT_WIDTH, "the width of the shrunk model's experts")
+    _must_divide("ep", ep, EXPERTS, "the experts of the shrunk model")
+    _must_divide("pp", pp, depth, f"the layers of the shrunk model (layers={layers})")
+    _must_divide("vpp", vpp, depth // pp, f"a stage's layers (layers={layers}, twice as many with vpp)")
+    if not layout and world > 1 and layers % 2:
+        raise ValueError(f"layers={layers}: layouts with two stages need an even number; use layers={layers + 1}")
+    size = tp * pp * cp
+    if world % size:
+        below = world // size * size
+        near = [f"world={number}" for number in (below, below + size) if 0 < number <= most]
+        use = f"use {' or '.join(near)}" if near else f"with at most {most} processes they must be smaller"
+        raise ValueError(f"world={world}: not a multiple of tp x pp x cp = {size}; {use}")
+    if ROWS % (world // size):
+        near = [f"world={size * dp}" for dp in (1, 2, 4, 8) if size * dp <= most and abs(size * dp - world) < world]
+        raise ValueError(
+            f"world={world}: {world // size} data-parallel ranks do not divide the {ROWS} rows of a batch; "
+            f"use {' or '.join(near[-2:])}"
+        )
+
+
+def _must_divide(key: str, size: int, number: int, what: str) -> None:
+    if number % size == 0:
+        return
+    right = [d for d in range(1, number + 1) if number % d == 0]
+    near = [d for d in right if d < size][-1:] + [d for d in right if d > size][:1]
+    use = " or ".join(f"{key}={divisor}" for divisor in near)
+    raise ValueError(f"{key}={size}: does not divide {what}, {number}; use {use}")
+
+
 def at_hand() -> tuple[int, bool]:
     """(processes to use, whether they are accelerators)."""
     from verl.utils.device import get_device_name, get_torch_device
@@ -81,6 +142,17 @@ def at_hand() -> tuple[int, bool]:
     if get_device_name() == "cpu":
         return 4, False
     return max(n for n in (1, 2, 4) if n <= get_torch_device().device_count()), True
+
+
+def most_processes(accelerators: bool) -> tuple[int, str]:
+    """(the largest number of processes, why no more)."""
+    if accelerators:
+        from verl.utils.device import get_torch_device
+
+        number = get_torch_device().device_count()
+        return number, f"there are {number} accelerators"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 4 * cores, f"there are {cores} CPU cores, for at most 4 processes each"
 
 
 def fitting_layouts(world: int, has_experts: bool, asked: dict[str, int]) -> dict[str, dict[str, Any]]:
@@ -143,7 +215,8 @@ def audit(folder: str | None, settings: dict[str, Any], asked: dict[str, int]) -
     from tests.utils_dist import run_world
 
     world, accelerators = at_hand()
-    world = settings["world"] or world
+    world = settings["world"] if "world" in settings else world
+    check_numbers(settings | {"world": world}, asked, *most_processes(accelerators))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl_audit_") as place:
         source = folder or save_sharp_model(os.path.join(place, "source"))
@@ -161,7 +234,7 @@ def audit(folder: str | None, settings: dict[str, Any], asked: dict[str, int]) -
     seconds = time.monotonic() - started
     beyond = [result for result in results if errors_beyond_limits(result)]
     words = [Path(folder).name if folder else "", *(f"{key}={value}" for key, value in asked.items())]
-    words += [f"{key}={value}" for key, value in settings.items() if value != DEFAULTS[key] and key != "timeout"]
+    words += [f"{key}={value}" for key, value in settings.items() if value != DEFAULTS.get(key) and key != "timeout"]
     command = " ".join(["python3 scripts/audit_gradients.py", *filter(None, words)])
     table = report.summary(results)
     text = (
