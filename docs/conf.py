@@ -24,7 +24,7 @@ html_copy_source = False
 
 # Links to a heading are those of GitHub, so that a page reads the same there.
 myst_heading_anchors = 4
-myst_enable_extensions = ["deflist"]
+myst_enable_extensions = ["dollarmath"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
@@ -67,7 +67,9 @@ def resolve_by_last_name(app: Any, env: Any, node: Any, contnode: Any) -> Any:
 
         entry = domain.objects[name]
         return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, contnode, name)
-    return contnode if is_not_ours(target) else None
+    module = sys.modules.get(node.get("py:module") or "")
+    is_constant = node.get("reftype") == "data" and hasattr(module, target)  # constants have no entries of their own
+    return contnode if is_constant or is_not_ours(target) else None
 
 
 def setup(app: Any) -> None:

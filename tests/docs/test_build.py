@@ -34,6 +34,7 @@ ENTRIES = """
     verl.workers.config.rollout.RolloutConfig verl.workers.config.actor.ActorConfig
     verl.workers.reward_manager.naive.NaiveRewardManager verl.trainer.ppo.reward.load_reward_manager
     verl.workers.rollout.base.BaseRollout verl.trainer.ppo.ray_trainer.RayPPOTrainer verl.trainer.sft_trainer.SFTTrainer
+    verl.utils.memory_estimate.estimate_memory verl.trainer.dry_run.report.build_report
     verl.utils.tokenizer.hf_tokenizer verl.utils.dataset.rl_dataset.RLHFDataset verl.utils.tracking.Tracking
 """.split()
 

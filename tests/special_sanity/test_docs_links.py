@@ -69,7 +69,7 @@ def test_a_planted_fault_is_found(text):
         "`+actor.megatron.override_transformer_config.moe_z_loss_coeff=1e-3`, `+reward.reward_kwargs.limit=2`",
         "`loss(config=x, y=2)`, `a.b == 2`, `https://x.org/?a.b=1`, `--key=1`, `hydra.run.dir=x`",
         "```bash\npython3 -m verl.trainer.main_ppo trainer.nnodes=1 hydra.run.dir=x x.y/trainer.z=1\n```",
-        "`trainer.no_such_key=1` <!-- not a key -->",
+        "<!-- not a key: trainer.no_such_key -->\n`trainer.no_such_key=1`, ```trainer.no_such_key=2```",
     ],
 )
 def test_what_exists_or_is_not_ours_passes(text):
