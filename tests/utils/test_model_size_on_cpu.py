@@ -144,7 +144,7 @@ def test_critic_has_one_number_for_each_position_and_ties_nothing() -> None:
 def test_buffers_start_parameters_at_multiples_of_64_and_end_at_multiples_of_the_shards() -> None:
     groups = parameter_groups(read_model_shape(config("Qwen3-8B")), Layout(), 0)
     total = sum(group.total for group in groups)
-    assert total <= padded_numel(groups, 8) < total + 64 * sum(group.count for group in groups) + 128
+    assert total <= padded_numel(groups, 8) < total + 64 * sum(group.copies for group in groups) + 128
     assert padded_numel(groups, 96) % 384 == 0
 
 

@@ -255,7 +255,7 @@ def stage_activations(
     """
     te, size, hidden = transformer_engine, element_size, shape.hidden_size
     split = layout.tp if layout.sequence_parallel else 1
-    settings = dict(element_size=size, overrides=overrides, packed=packed, transformer_engine=te)
+    settings: dict[str, Any] = dict(element_size=size, overrides=overrides, packed=packed, transformer_engine=te)
     recompute, entering = Recompute.from_overrides(overrides), Fraction(hidden * size, split)
     by_kind = {moe: kept_by_layer(shape, layout, moe, **settings) for moe in set(shape.moe_layers)}
     cost = {moe: _layer(kept, recompute, te) for moe, kept in by_kind.items()}

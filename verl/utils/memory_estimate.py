@@ -2,7 +2,7 @@
 """How much memory one rank needs, before anything is built: each part in bytes, with its formula.
 
 Only what this project's engine holds for certain is counted, in the sizes in which it holds it (docs/memory.md). No
-constant is invented for what cannot be known (:data:`NOT_COUNTED`). Neither torch nor transformers is imported.
+constant is invented for what cannot be known (``NOT_COUNTED``). Neither torch nor transformers is imported.
 """
 
 from collections.abc import Mapping
@@ -405,8 +405,8 @@ def estimate_stages(shape: ModelShape, layout: Layout, **settings: Any) -> list[
             parts.append(MemoryPart("reference model's weights", numbers * given.element_size, formula, phases))
         if given.rollout:
             parts += _rollout(shape, given.rollout)
-        phases = _phases(tuple(parts), given.phase_names)
-        made.append(MemoryEstimate(tuple(parts), pp_rank, phases, _assumptions(built, layout, given)))
+        sums = _phases(tuple(parts), given.phase_names)
+        made.append(MemoryEstimate(tuple(parts), pp_rank, sums, _assumptions(built, layout, given)))
     return made
 
 

@@ -167,17 +167,17 @@ class Layout:
 
 
 class ParameterGroup(NamedTuple):
-    """``count`` parameters of ``numel`` numbers each on one rank; ``expert``: a routed expert's."""
+    """``copies`` parameters of ``numel`` numbers each on one rank; ``expert``: a routed expert's."""
 
     component: str
     numel: int
-    count: int = 1
+    copies: int = 1
     expert: bool = False
 
     @property
     def total(self) -> int:
         """All numbers of the group."""
-        return self.numel * self.count
+        return self.numel * self.copies
 
 
 # ------------------------------------------------------------------ from config.json
@@ -190,7 +190,7 @@ def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 def _num_experts(config: Mapping[str, Any]) -> int:
     """transformers 5 writes another name than the one that models were published with."""
-    return _first(config, "num_experts", "n_routed_experts", "num_local_experts", default=0)
+    return int(_first(config, "num_experts", "n_routed_experts", "num_local_experts", default=0))
 
 
 def _base(config: Mapping[str, Any], architecture: str, **more: Any) -> ModelShape:
@@ -318,7 +318,7 @@ def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
     and the routers' correction bias (a buffer), are not counted.
 
     Raises:
-        ValueError: for an architecture that is not among :data:`KNOWN_ARCHITECTURES`, or a size that is missing.
+        ValueError: for an architecture that is not among ``KNOWN_ARCHITECTURES``, or a size that is missing.
     """
     names = config.get("architectures") or ["(no architectures in config.json)"]
     family = _FAMILIES.get(names[0])
@@ -405,9 +405,11 @@ def _attention(shape: ModelShape, tp: int, transformer_engine: bool) -> Iterator
     yield ParameterGroup("attention", heads * shape.v_head_dim * hidden // tp)
 
 
-def _gated_mlp(component: str, hidden: int, width: int, count: int = 1, expert: bool = False):
-    yield ParameterGroup(component, 2 * hidden * width, count, expert)
-    yield ParameterGroup(component, width * hidden, count, expert)
+def _gated_mlp(
+    component: str, hidden: int, width: int, copies: int = 1, expert: bool = False
+) -> Iterator[ParameterGroup]:
+    yield ParameterGroup(component, 2 * hidden * width, copies, expert)
+    yield ParameterGroup(component, width * hidden, copies, expert)
 
 
 def _decoder_layer(shape: ModelShape, layout: Layout, moe: bool, transformer_engine: bool) -> Iterator[ParameterGroup]:
@@ -479,7 +481,7 @@ def _by_component(groups: list[ParameterGroup]) -> dict[str, int]:
 
 
 def num_parameters(shape: ModelShape) -> dict[str, int]:
-    """Parameters of the whole model by component (:data:`COMPONENTS`) and in ``total``, each counted once.
+    """Parameters of the whole model by component (``COMPONENTS``) and in ``total``, each counted once.
 
     Multi-token prediction layers are counted under ``mtp``, without the embedding and head that they share.
     """
@@ -516,6 +518,6 @@ def padded_numel(groups: list[ParameterGroup], shards: int) -> int:
     """Numbers in one contiguous buffer of the distributed optimizer: every parameter starts at a multiple of 64, the
     end is a multiple of ``lcm(shards, 128)`` (megatron-core's ``optimizer/param_layout.py``; one bucket).
     """
-    aligned = sum(ceil(group.numel / 64) * 64 * group.count for group in groups)
+    aligned = sum(ceil(group.numel / 64) * 64 * group.copies for group in groups)
     divisor = lcm(shards, 128)
     return ceil(aligned / divisor) * divisor
