@@ -2,6 +2,10 @@
 """The workflows keep the rules of workflow_checks, and each rule is shown to fail on a planted fault."""
 
 import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
 
 import pytest
 import yaml
@@ -44,6 +48,49 @@ def test_the_readme_s_test_command_is_what_ci_runs():
     command = "bash scripts/test.sh"
     assert command in (REPO_ROOT / "README.md").read_text(encoding="utf-8")
     assert f"run: {command}\n" in (FOLDER / "cpu_unit_tests.yml").read_text(encoding="utf-8")
+
+
+def actionlint(*files: Path, root: Path) -> str:
+    """What actionlint says, one line a problem; without shellcheck, which not every machine has."""
+    program = Path(sysconfig.get_path("scripts")) / "actionlint"
+    command = [str(program), "-oneline", "-no-color", "-shellcheck=", "-pyflakes=", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def test_actionlint_finds_nothing():
+    assert actionlint(*FILES, root=REPO_ROOT) == ""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """A copy of .github in a repository of its own, to plant faults in."""
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(REPO_ROOT / ".github", root / ".github")
+    (root / ".git").mkdir()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("stem", "old", "new", "said"),
+    [
+        ("gpu_unit_tests", "github.event_name !=", "github.evnt_name !=", 'property "evnt_name" is not defined'),
+        ("gpu_unit_tests", "matrix.gpus }} GPU", "matrix.gpu }} GPU", 'property "gpu" is not defined'),
+        ("gpu_unit_tests", "linux, x64, gpu]", "linux, x64, gpux]", 'label "gpux" is unknown'),
+        ("nightly", 'cron: "17 2', 'cron: "77 2', "invalid CRON format"),
+        ("cpu_unit_tests", "${{ failure() }}", "${{ failed() }}", 'undefined function "failed"'),
+        ("pre-commit", "pull_request:\n", "pull_requests:\n", "unknown Webhook event"),
+    ],
+)
+def test_actionlint_finds_a_planted_fault(checkout, stem, old, new, said):
+    source = (FOLDER / f"{stem}.yml").read_text(encoding="utf-8")
+    assert old in source
+    path = checkout / ".github/workflows" / f"{stem}.yml"
+    path.write_text(source.replace(old, new, 1), encoding="utf-8")
+    found = actionlint(path, root=checkout)
+    path.write_text(source, encoding="utf-8")
+    assert said in found
 
 
 GOOD = (FOLDER / "gpu_unit_tests.yml").read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for GitHub workflows as a function from a file's text to violations.
 
-actionlint needs a download that a test must not make; these are the rules that a mistake here would break.
+actionlint knows what GitHub accepts. These are our own rules: pinned actions, fewest rights, no code from forks on our
+machines, no text of strangers in commands, and every file that a command names is there.
 """
 
 import re
