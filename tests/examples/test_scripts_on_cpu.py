@@ -105,6 +105,18 @@ def test_a_planted_fault_is_found(name: str, gsm8k: Path, dry_folder, tmp_path: 
     assert any(words in error for error in json.loads(done.stdout)["errors"])
 
 
+def test_the_vision_model_s_run_is_refused_and_its_dry_run_says_why(gsm8k: Path, dry_folder, tmp_path: Path) -> None:
+    script = SCRIPTS["examples/grpo_trainer/run_qwen3_vl_30b_a3b_megatron.sh"]
+    out, model = tmp_path / "out", dry_folder(script.fixture)
+    out.mkdir()
+    done = script.run(model, gsm8k, out, "trainer.dry_run=True", "--json")
+    notes = json.loads(done.stdout)["notes"]
+    assert done.returncode == 0 and any("needs the package transformer_engine" in note for note in notes), notes
+    done = script.run(model, gsm8k, out)
+    assert done.returncode == 2 and "needs the package transformer_engine" in done.stderr, done.stderr
+    assert "DRY RUN ONLY" in script.text
+
+
 def test_the_table_of_scripts_is_complete() -> None:
     table = (REPO_ROOT / "docs" / "start" / "examples.md").read_text(encoding="utf-8")
     rows = {line.split("|")[1].strip().strip("`"): line for line in table.splitlines() if line.startswith("| `")}

@@ -39,6 +39,7 @@ _NEED_ACCELERATOR = (
 ).split()
 _AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 _MTP_FIELDS = ("mtp_num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_NOT_TRAINED = "Qwen3VL"
 _MTP_KEYS = "model.mtp.enable, mtp_loss_scaling_factor, detach_encoder"
 
 
@@ -144,10 +145,15 @@ def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_conf
         mtp_config: ``model.mtp``; multi-token-prediction layers are built only if it enables them.
 
     Raises:
-        ValueError: for an override that the transformer configuration does not have (with the nearest name), and for
-            auxiliary-loss settings that contradict each other.
+        ValueError: for an override that the transformer configuration does not have (with the nearest name), for
+            auxiliary-loss settings that contradict each other, and for a model that cannot be trained here.
     """
     provider = bridge.to_megatron_provider(load_weights=False)
+    if type(provider).__name__.startswith(_NOT_TRAINED):
+        raise ValueError(
+            f"{type(provider).__name__}: training Qwen3-VL is not supported yet, because megatron-bridge's model hands "
+            "its routers no padding mask and wants other positions than a text model; use one, such as Qwen3-MoE"
+        )
     expert_tp = engine_config.expert_tensor_parallel_size
     settings = {
         "tensor_model_parallel_size": engine_config.tensor_model_parallel_size,

@@ -38,6 +38,7 @@ _OWN_VOCABULARY = ("Gemma4",)
 _NEED_TRANSFORMER_ENGINE = {
     "Gemma": "its norms add 1 to their weight",
     "GptOss": "it has layers with a sliding window",
+    "Qwen3VL": "megatron-bridge builds its layers of nothing else",
 }
 
 _MISSING = "needs the package transformer_engine, which is not installed here"
