@@ -214,3 +214,45 @@ def test_wrong_evaluation_is_refused(files, tmp_path, changes, words):
         return
     said = refusal(main_eval.prepare, "evaluation", arguments)
     assert len(said.splitlines()) == 1 and all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reward_model": None}, "row 1 of column 'reward_model' must hold a ground_truth"),
+        ({"finished": [True]}, "row 1 of column 'finished' must be a list of 2 values"),
+        ({"finished": None}, "row 1 of column 'finished' must be a list of 2 values"),
+        ({"extra_info": "abc"}, "row 1 of column 'extra_info' must hold an object, not 'abc'"),
+        ({"responses": [None, "1"]}, "row 1 of column 'responses' must be a list of texts"),
+        ({"responses": []}, "row 1 of column 'responses' has no response"),
+    ],
+)
+def test_a_bad_row_of_responses_is_named(tmp_path: Path, change: dict, words: str) -> None:
+    good = row(0) | {"responses": ["240", "1"], "finished": [True, False]}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in (good, good | change)))
+    with pytest.raises(ValueError) as error:
+        main_eval.prepare(compose_config("evaluation", [f"data.path={tmp_path}/rows.jsonl"]))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["data.max_samples=0"], "data.max_samples=0 keeps no row; use -1"),
+        (["data.n_samples=0"], "data.n_samples=0 must be a whole number of at least 1"),
+        (["data.output_path=null"], "data.output_path=None is empty"),
+        (["data.output_path=''"], "data.output_path='' is empty"),
+        (["data.output_path={files}/model.parquet/x.parquet"], "model.parquet is no folder"),
+        (["data.prompt_key=null"], "data.prompt_key=None is empty"),
+        (["data.path=''"], "data.path is empty"),
+        (["rollout.temperature=nan"], "rollout.temperature=nan is not a finite number"),
+        (["trainer.num_cpus_per_worker=0"], "trainer.num_cpus_per_worker=0 must be above 0"),
+        (["model.path=5"], "model.path=5 is not a folder"),
+    ],
+)
+def test_a_wrong_generation_is_refused_in_one_sentence(files: Path, changes: list[str], words: str) -> None:
+    (files / "model.parquet").touch()
+    changes = [change.replace("{files}", str(files)) for change in changes]
+    with pytest.raises(ValueError) as error:
+        main_generation.prepare(compose_config("generation", generation(files, *changes)))
+    assert words in str(error.value) and "\n" not in str(error.value), error.value

@@ -52,7 +52,10 @@ def read_calls(config: DictConfig) -> tuple[list[dict[str, Any]], list[int]]:
     calls, rows, number = [], [], 0
     for path in map(Path, paths):
         file, is_lines = path.expanduser(), path.suffix == ".jsonl"
-        frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_json(file, lines=is_lines)
+        try:
+            frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_json(file, lines=is_lines)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data.path: {path} could not be read: {str(error).splitlines()[0]}") from error
         for row in frame.to_dict("records"):
             texts = row[data.response_key]
             if isinstance(texts, str) or not hasattr(texts, "__len__") or not all(isinstance(t, str) for t in texts):
@@ -62,16 +65,28 @@ def read_calls(config: DictConfig) -> tuple[list[dict[str, Any]], list[int]]:
                 )
             if not len(texts):
                 raise ValueError(f"data.path: {path}: row {number} of column {data.response_key!r} has no response")
-            for i, text in enumerate(texts):
-                info = dict(row.get("extra_info") or {})
-                if "finished" in row:
-                    info["finished"] = bool(row["finished"][i])
+            where = f"data.path: {path}: row {number}"
+            answer, info = row[data.reward_model_key], row.get("extra_info")
+            if not isinstance(answer, dict) or "ground_truth" not in answer:
+                raise ValueError(
+                    f"{where} of column {data.reward_model_key!r} must hold a ground_truth, not {str(answer)[:60]!r}"
+                )
+            if isinstance(info, str | list):
+                raise ValueError(f"{where} of column 'extra_info' must hold an object, not {str(info)[:60]!r}")
+            finished = row.get("finished", [None] * len(texts))
+            if not hasattr(finished, "__len__") or len(finished) != len(texts):
+                raise ValueError(
+                    f"{where} of column 'finished' must be a list of {len(texts)} values, one for each response, not "
+                    f"{str(finished)[:60]!r}"
+                )
+            for text, ended in zip(texts, finished, strict=True):
                 calls.append(
                     {
                         "data_source": row[data.data_source_key],
                         "solution_str": text,
-                        "ground_truth": row[data.reward_model_key]["ground_truth"],
-                        "extra_info": info,
+                        "ground_truth": answer["ground_truth"],
+                        "extra_info": dict(info if isinstance(info, dict) else {})
+                        | ({} if ended is None else {"finished": bool(ended)}),
                     }
                 )
                 rows.append(number)

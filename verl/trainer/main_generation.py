@@ -70,7 +70,7 @@ class Prompts:
         require_chat_template(self.tokenizer)
         paths = [data.path] if isinstance(data.path, str) else list(data.path)
         table = open_data_files(paths, {data.prompt_key: [{"role": "user", "content": "17+25="}]})
-        self.table = table.slice(0, data.max_samples) if data.max_samples >= 0 else table
+        self.table = table.slice(0, data.max_samples) if data.max_samples > 0 else table
         self.batch = self._encode(data, config.rollout.prompt_length)
 
     def _encode(self, data: DictConfig, width: int) -> dict[str, Any]:
@@ -87,6 +87,8 @@ class Prompts:
         input_ids = torch.full((len(texts), width), self.tokenizer.pad_token_id, dtype=torch.int64)
         mask = torch.zeros_like(input_ids)
         for row, ids in enumerate(encode_texts(self.tokenizer, texts)):
+            if not ids:
+                raise ValueError(f"the prompt of row {row} is empty: the chat template makes no token of it")
             if len(ids) > width and data.truncation == "error":
                 where = f"the prompt of row {row}"
                 raise overlong_error(where, len(ids), "rollout.prompt_length", width, "or set data.truncation=left")

@@ -258,3 +258,9 @@ def test_no_row_to_keep_is_refused(tmp_path, tokenizer):
     path = write(tmp_path, [make_row("1")])
     with pytest.raises(ValueError, match="max_samples=0 keeps no row; use -1"):
         RLHFDataset(path, tokenizer, {"max_prompt_length": 8}, max_samples=0)
+
+
+def test_extra_information_that_is_no_object_is_refused(tmp_path, tokenizer):
+    path = write(tmp_path, [make_row("1") | {"extra_info": "x"}], "jsonl")
+    with pytest.raises(ValueError, match="row 0: column 'extra_info' must hold an object, got 'x'"):
+        RLHFDataset(path, tokenizer, {"max_prompt_length": 8})

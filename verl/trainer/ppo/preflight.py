@@ -57,6 +57,7 @@ from verl.trainer.ppo.preflight_overrides import check_ppo_overrides, check_sft_
 from verl.trainer.ppo.preflight_regime import check_guards
 from verl.trainer.ppo.preflight_repair import all_positive, is_consequence, with_defaults_at, with_usable_numbers
 from verl.trainer.ppo.preflight_sampling import check_filter_groups
+from verl.trainer.ppo.preflight_values import with_values, without_followers
 from verl.utils.config import (
     CONFIG_DIR,
     compose_config,
@@ -208,6 +209,8 @@ def check_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None, i
         _check_ppo_values(found)
     if found.may_check("data", "reward", MODEL):
         _check_ppo_files(tree, found.errors, found.notes if is_dry_run else None)
+    if found.may_check(""):
+        found.errors = with_values(found.errors, tree, "ppo_trainer")
     found.no_effect = _changed(tree, defaults, _ppo_no_effect(tree, defaults))
     return found
 
@@ -228,6 +231,8 @@ def check_sft_config(config: DictConfig, env: Mapping[str, str] | None = None, i
         _check_sft_values(found, os.environ if env is None else env)
     if found.may_check("data", "model"):
         _check_sft_files(found.tree, found.errors, found.notes if is_dry_run else None)
+    if found.may_check(""):
+        found.errors = with_values(found.errors, found.tree, "sft_trainer_engine")
     reasons = _below("engine", tables.engine_no_effect(found.tree["engine"])) | _below("model", tables.MODEL_NO_EFFECT)
     found.no_effect = _changed(found.tree, found.defaults, reasons | tables.SFT_NO_EFFECT)
     return found
@@ -241,6 +246,7 @@ def read_findings(config: DictConfig, config_name: str, is_dry_run: bool = False
     """
     errors: list[str] = []
     tree, defaults, bad_keys = read_config(config, config_name, errors)
+    errors = without_followers(errors, tree, config_name)
     if is_dry_run:
         tree = with_defaults_at(tree, defaults, bad_keys)
     return Findings(tree, defaults, bad_keys, errors, is_dry_run=is_dry_run)
@@ -450,7 +456,8 @@ def _check_ppo_files(tree: dict, errors: list[str], notes: list[str] | None = No
         if not custom["path"] and get(tree, "reward.reward_manager.name") in REWARD_MANAGERS:
             errors += check_data_sources(f"data.{key}", data["reward_fn_key"], files)
     if custom["path"]:
-        errors += check_reward_file(custom["path"], custom["name"])
+        manager = get(tree, "reward.reward_manager.name")
+        errors += check_reward_file(custom, "reward.custom_reward_function", manager)
     if get(tree, f"{MODEL}.path"):
         errors += check_model_folder(MODEL, get(tree, MODEL), notes)
     engines = [ENGINE, "actor_rollout_ref.ref.megatron"] if uses_reference(tree) else [ENGINE]

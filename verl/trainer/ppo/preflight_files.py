@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of data files, model folder and reward file. Each returns sentences about what is wrong."""
 
-import ast
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.preflight_folder import tokenizer_problem, weights_problem
+from verl.trainer.ppo.preflight_reward import check_score_function
 from verl.trainer.ppo.preflight_sources import supported_architectures
 from verl.utils.checkpoint.dist_weights import dist_checkpoint_problem
 from verl.utils.config import did_you_mean
@@ -74,7 +74,7 @@ def _open_text(path: Path) -> DataFile:
     with path.open(encoding="utf-8") as lines:
         if path.suffix == ".json":
             rows = json.load(lines)
-            num_rows = len(rows)
+            num_rows = len(rows) if isinstance(rows, list) else 0
         else:
             rows, num_rows = [], 0
             for line in filter(str.strip, lines):
@@ -97,7 +97,7 @@ def _open_text(path: Path) -> DataFile:
 
 def as_paths(value: Any) -> list[str]:
     """The paths of a key that takes one path, a list of them, or null."""
-    return [value] if isinstance(value, str) else list(value or [])
+    return list(value) if isinstance(value, list | tuple) else [str(value)] if value else []
 
 
 def open_data_files(key: str, value: Any, needed: Mapping[str, Any], errors: list[str]) -> list[DataFile]:
@@ -110,7 +110,12 @@ def open_data_files(key: str, value: Any, needed: Mapping[str, Any], errors: lis
         errors: takes what is wrong.
     """
     files = []
+    # A column without a name is reported where the keys are checked.
+    needed = needed if all(isinstance(column, str) and column for column in needed) else {}
     for name in as_paths(value):
+        if not isinstance(name, str) or not name:
+            errors.append(f"{key}: {name!r} is not the path of a file")
+            continue
         path = Path(name).expanduser()
         if not path.is_file():
             what = "is a folder; name the files in it" if path.is_dir() else f"does not exist{_nearest_file(path)}"
@@ -175,6 +180,8 @@ def check_data_sources(
 
     try:
         sources = set().union(*(file.unique(column) for file in files if column in file.fields))
+    except OSError as error:
+        return [f"{key}: column {column!r} could not be read: {str(error).splitlines()[0]}"]
     except (TypeError, NotImplementedError):
         return [f"{key}: column {column!r} must hold text, the name of each row's data source"]
     unknown = [
@@ -190,29 +197,15 @@ def check_data_sources(
     ]
 
 
-def check_reward_file(path: str, name: str, key: str = "reward.custom_reward_function") -> list[str]:
-    """Whether the file of a custom reward function is there and defines it; the file is parsed, not run."""
-    file = Path(path).expanduser()
+def check_reward_file(custom: Mapping[str, Any], key: str, manager: str | None = None) -> list[str]:
+    """Whether the file of a custom reward function is there and defines it; arguments as in `check_score_function`."""
+    file = Path(str(custom["path"])).expanduser()
     if not file.is_file():
-        return [f"{key}.path={path} does not exist{_nearest_file(file)}"]
-    try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
-    except (SyntaxError, ValueError) as error:
-        return [f"{key}.path={path} is not a Python file: {error}"]
-    names: set[str] = set()
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            return []
-    if name in names or "*" in names:
-        return []
-    defined = ", ".join(sorted(names)) or "nothing"
-    return [f"{key}.name={name} is not defined in {path}; it defines {defined}.{did_you_mean(name, names)}"]
+        what = "is a folder; name the .py file in it" if file.is_dir() else f"does not exist{_nearest_file(file)}"
+        return [f"{key}.path={custom['path']} {what}"]
+    if file.suffix != ".py":
+        return [f"{key}.path={custom['path']} is not a Python file; its name must end in .py"]
+    return check_score_function(custom, key, manager)
 
 
 def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | None = None) -> list[str]:
@@ -224,19 +217,20 @@ def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | N
         notes: takes what is wrong with the weights, which a dry run does without; None makes that an error. With it a
             name on the hub is taken as it is, also offline.
     """
-    folder = Path(model["path"]).expanduser()
+    folder = Path(str(model["path"])).expanduser()
     if not folder.is_dir():
-        if _is_hub_name(model["path"]) and (notes is not None or os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")):
+        if _is_hub_name(str(model["path"])) and (
+            notes is not None or os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
+        ):
             return []
         return [f"{path}.path={model['path']} is not a folder{_nearest_file(folder)}"]
     if not any(folder.iterdir()):
         return [f"{path}.path={folder} is an empty folder; name one with config.json, *.safetensors and tokenizer.json"]
     errors = []
-    config = Path(model["hf_config_path"] or folder).expanduser() / "config.json"
+    config = Path(str(model["hf_config_path"] or folder)).expanduser() / "config.json"
     if not config.is_file():
-        errors.append(f"{path}.path={folder} is no Hugging Face model: it has no config.json")
-    else:
-        errors += _check_architecture(path, config)
+        return [f"{path}.path={folder} is no Hugging Face model: it has no config.json"]
+    errors += _check_architecture(path, config)
     sizes = {} if model["hf_config_path"] or errors else _sizes(config) | (model["override_config"] or {})
     if problem := weights_problem(folder, sizes):
         (errors if notes is None else notes).append(f"{path}.path={folder} {problem}")
@@ -251,11 +245,11 @@ def _sizes(config: Path) -> dict[str, Any]:
 
 def _check_tokenizer(path: str, model: Mapping[str, Any], folder: Path, vocab_size: Any) -> list[str]:
     own = model["tokenizer_path"]
-    tokenizer = Path(own or folder).expanduser()
+    tokenizer = Path(str(own or folder)).expanduser()
     key = "tokenizer_path" if own else "path"
     needed = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((tokenizer / name).is_file() for name in needed):
-        if own and not tokenizer.is_dir() and _is_hub_name(own):
+        if own and not tokenizer.is_dir() and _is_hub_name(str(own)):
             return []
         return [
             f"{path}.{key}={tokenizer} has no tokenizer (no {' or '.join(needed[:3])}); put one there, or set "

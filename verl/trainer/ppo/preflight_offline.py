@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the configs of generation and evaluation before anything is started; see `preflight`."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -16,6 +18,7 @@ from verl.trainer.ppo.preflight_files import (
     open_data_files,
 )
 from verl.trainer.ppo.preflight_model import check_generation_model
+from verl.trainer.ppo.preflight_values import with_values
 from verl.utils.config import is_of_type
 from verl.workers.config.names import check_name
 
@@ -57,6 +60,8 @@ def check_generation_config(config: DictConfig, is_dry_run: bool = False) -> Fin
             errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")
         open_data_files("data.path", data["path"], {data["prompt_key"]: PROMPT_ROW["prompt"]}, errors)
         errors += check_model_folder("model", tree["model"], found.notes if is_dry_run else None)
+    if found.may_check(""):
+        found.errors = with_values(errors, tree, "generation")
     return found
 
 
@@ -86,11 +91,12 @@ def check_evaluation_config(config: DictConfig, is_dry_run: bool = False) -> Fin
         errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")
     files = open_data_files("data.path", data["path"], needed, errors)
     if custom["path"]:
-        errors += check_reward_file(custom["path"], custom["name"], key="custom_reward_function")
+        errors += check_reward_file(custom, "custom_reward_function")
     else:
         errors += check_data_sources("data.path", data["data_source_key"], files, key_of_own="custom_reward_function")
     if data["output_path"]:
         _check_output(data["output_path"], ".json", errors)
+    found.errors = with_values(errors, tree, "evaluation")
     return found
 
 
@@ -107,6 +113,14 @@ def _check_words_and_counts(tree: dict, errors: list[str]) -> None:
             errors.append(f"{key}={value!r} must be a whole number of at least 1")
 
 
-def _check_output(path: str, suffix: str, errors: list[str]) -> None:
-    if Path(path).suffix != suffix:
+def _check_output(path: Any, suffix: str, errors: list[str]) -> None:
+    if not isinstance(path, str) or not path:
+        return  # said where the values are checked
+    file = Path(path).expanduser()
+    above = next(folder for folder in file.parents if folder.exists())
+    if file.is_dir():
+        errors.append(f"data.output_path={path} is a folder; name a file that ends in {suffix}")
+    elif not above.is_dir() or not os.access(above, os.W_OK):
+        errors.append(f"data.output_path={path} cannot be written, because {above} is no folder that may be written to")
+    elif file.suffix != suffix:
         errors.append(f"data.output_path={path} must end in {suffix}; use {Path(path).with_suffix(suffix)}")

@@ -77,7 +77,7 @@ def _read_file(path: Path) -> pa.Table:
         if path.suffix == ".json":
             return _table_from_rows(json.loads(path.read_text(encoding="utf-8")))
     except (pa.ArrowException, ValueError, OSError) as error:
-        raise ValueError(f"{str(path)!r} could not be read: {error}") from error
+        raise ValueError(f"{str(path)!r} could not be read: {str(error).splitlines()[0]}") from error
     raise ValueError(f"{str(path)!r} is of an unknown kind; .parquet, .json and .jsonl files are read")
 
 

@@ -202,6 +202,12 @@ class RLHFDataset(Dataset):
                         f"row {row}: column 'reward_model' must hold {{'style': 'rule', 'ground_truth': ...}}, "
                         f"got {str(answer)[:100]!r}"
                     )
+            if "extra_info" in self.table.column_names:
+                for row, extra in zip(rows, self.table.column("extra_info").take(rows).to_pylist(), strict=True):
+                    if not isinstance(extra, dict | None):
+                        raise ValueError(
+                            f"row {row}: column 'extra_info' must hold an object, got {str(extra)[:100]!r}"
+                        )
 
     def _refuse_media(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -56,7 +56,7 @@ class McoreOptimizerConfig(BaseConfig):
             raise ValueError(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
         if not 0 <= self.lr_warmup_steps_ratio <= 1:
             raise ValueError(f"lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} must lie between 0 and 1")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if len(self.betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas={list(self.betas)} must be two numbers in [0, 1), for example [0.9, 0.999]")
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
             raise ValueError("lr_decay_style='WSD' needs lr_wsd_decay_steps, the length of its last phase in steps")
