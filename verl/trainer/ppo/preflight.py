@@ -56,6 +56,7 @@ from verl.trainer.ppo.preflight_model import check_ppo_models, check_sft_model
 from verl.trainer.ppo.preflight_overrides import check_ppo_overrides, check_sft_overrides
 from verl.trainer.ppo.preflight_regime import check_guards
 from verl.trainer.ppo.preflight_repair import all_positive, is_consequence, with_defaults_at, with_usable_numbers
+from verl.trainer.ppo.preflight_resume import check_resume
 from verl.trainer.ppo.preflight_sampling import check_filter_groups
 from verl.trainer.ppo.preflight_values import with_values, without_followers
 from verl.utils.config import (
@@ -364,6 +365,7 @@ def _check_common(tree: dict, config_name: str, errors: list[str]) -> None:
         path = trainer["resume_from_path"]
         if not path or not os.path.isdir(os.path.expanduser(path)):
             errors.append(f"trainer.resume_from_path={path!r} is not a folder; resume_mode='resume_path' needs one")
+    errors += check_resume(tree, config_name)
 
 
 def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
