@@ -82,6 +82,17 @@ def test_versions_agree_everywhere():
     assert table == {}
 
 
+def test_the_readme_and_the_package_name_the_pinned_versions():
+    rows = dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) \|", read("README.md"), re.MULTILINE))
+    assert rows.pop("Python") == "3.12" and len(rows) > 4
+    assert rows == {name: version for name, version in pins().items() if name in rows}
+    # What vLLM and the images say of setuptools is what our own file allows.
+    assert re.search(r"^setuptools<81$", read("requirements.txt"), re.MULTILINE)
+    assert "TransformerEngine " + arguments(read("docker/Dockerfile.gpu"))["TRANSFORMER_ENGINE_VERSION"] in read(
+        "docs/start/install.md"
+    )
+
+
 def test_the_table_says_which_cuda_the_torch_wheel_has():
     import torch
 
