@@ -65,6 +65,32 @@ def test_total_is_that_of_the_model_in_transformers(name: str) -> None:
     assert expected == WITHOUT_MTP.get(name, expected)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("Glm4MoeForCausalLM", {}),
+        ("Glm4MoeForCausalLM", {"use_qk_norm": True, "attention_bias": True}),
+        ("HYV3ForCausalLM", {}),
+        ("LlamaForCausalLM", {}),
+        ("MistralForCausalLM", {}),
+        ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+        ("Qwen3VLForConditionalGeneration", {}),
+    ],
+)
+def test_every_family_has_the_parameters_of_transformers(architecture: str, settings: dict[str, Any]) -> None:
+    import torch
+    import transformers
+
+    cls = getattr(transformers, architecture)
+    given = cls.config_class(**settings)
+    with torch.device("meta"):
+        model = cls(given)
+    config = json.loads(given.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    assert num_parameters(read_model_shape(config).without_mtp())["total"] == expected
+
+
 def test_deepseek_prediction_layer_has_the_size_of_the_paper() -> None:
     # 11.5 billion of its own, embedding and head shared (DeepSeek-V3's README_WEIGHTS).
     assert 11.5e9 < num_parameters(shape("DeepSeek-V3"))["mtp"] < 11.7e9
