@@ -105,6 +105,8 @@ def test_defaults_at_bad_keys() -> None:
     tree = {"a": {"b": "x", "new": 2}, "d": [1]}
     assert with_defaults_at(tree, defaults, ["a.b", "a.new", "a.c"]) == {"a": {"b": 1, "c": None}, "d": [1]}
     assert with_defaults_at({"a": 5}, defaults, ["a"]) == {"a": {"b": 1, "c": None}}
+    assert with_defaults_at({"a": {"b": {"q": {"r": 1}}}}, defaults, ["a.b.q.r"]) == {"a": {"b": 1}}
+    assert with_defaults_at({"z": {"b": 1}}, defaults, ["z.b"]) == {"z": {}}
     assert tree["a"]["b"] == "x"
 
 

@@ -23,13 +23,16 @@ def with_defaults_at(tree: dict, defaults: Mapping, keys: Iterable[str]) -> dict
     tree = copy.deepcopy(tree)
     for key in sorted(keys):
         *parents, leaf = key.split(".")
-        node: dict = tree
-        for parent in parents:
-            if not isinstance(node.get(parent), dict):
-                node[parent] = {}
-            node = node[parent]
-        group = get(defaults, ".".join(parents)) if parents else defaults
-        if isinstance(group, Mapping) and leaf in group:
+        node, group = tree, defaults
+        for name in parents:
+            if not isinstance(group.get(name, {}), Mapping):
+                # Keys below one that takes a value.
+                leaf = name
+                break
+            if not isinstance(node.get(name), dict):
+                node[name] = {}
+            node, group = node[name], group.get(name, {})
+        if leaf in group:
             node[leaf] = copy.deepcopy(group[leaf])
         else:
             node.pop(leaf, None)
