@@ -183,11 +183,22 @@ def explain_hydra_error(error: Exception, config_name: str, moved: Mapping[str, 
     if group:
         known = ", ".join((group.group(3) or "").split()) or "none"
         return f"{group.group(1)}={group.group(2)} is not available; choose one of: {known}."
-    # Interpolation errors say the key below; parse errors say the argument in their first line.
+    merged = re.match(r"Error merging override ([\w.]+)=(.*)", text)
+    if merged:
+        return (
+            f"{merged.group(1)} is a group of keys and cannot be {merged.group(2)}; write {merged.group(1)}.KEY=VALUE."
+        )
+    # Interpolation errors say the key below; parse errors say the argument in their first line, or not at all.
     full_key = re.search(r"full_key: (\S+)", text)
     said = [
         line.strip() for line in text.splitlines() if line.strip() and not re.search(r"hydra\.cc|_(key|type)[:=]", line)
     ]
+    unread = getattr(error, "override", None)
+    if isinstance(unread, str):
+        key, _, value = unread.partition("=")
+        advice = f"; a value with other signs than letters, digits and ./_- needs quotes: \"{key}='{value.strip()}'\""
+        reason = next((line for line in said if unread not in line and line != "^"), "it is not understood")
+        return f"the argument {unread} cannot be read: {reason}{advice if value else ''}."
     return f"{f'{full_key.group(1)}: ' if full_key else ''}{'; '.join(said[:2])}."
 
 
@@ -201,6 +212,9 @@ def explain_unknown_key(key: str, config_name: str, moved: Mapping[str, str] | N
         return f"{key} is a new key of a free-form group: write +{key}=..."
     known = flatten(default_tree(config_name))
     groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
+    if key in groups:
+        example = next(name for name in known if name.startswith(f"{key}."))
+        return f"{key} is a group of keys and takes no value; set one of them, such as {example}."
     return f"{key} is not a key of {config_name}.{did_you_mean(key, [*known, *groups])}"
 
 

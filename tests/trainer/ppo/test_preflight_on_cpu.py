@@ -396,6 +396,10 @@ HYDRA_ERRORS = [
     ("model_engine=dp", "model_engine=dp is not available; choose one of: megatron"),
     ("trainer.total_epochs", "missing EQUAL"),
     ("trainer.logger=[console", "no viable alternative"),
+    ("data.train_files=/x/ünï.parquet", "needs quotes: \"data.train_files='/x/ünï.parquet'\""),
+    ("trainer.project_name=a=b", "the argument trainer.project_name=a=b cannot be read: mismatched input"),
+    ("trainer={a: 1}", "trainer is a group of keys and takes no value; set one of them, such as trainer."),
+    ("data.apply_chat_template_kwargs=[1]", "data.apply_chat_template_kwargs is a group of keys and cannot be [1]"),
 ]
 
 

@@ -53,6 +53,12 @@ def run(tmp_path: Path):
     return call
 
 
+def test_a_number_for_a_whole_group_is_refused(run) -> None:
+    result = run("data=5")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "data=5: a whole group of keys takes no number; write KEY.NAME=VALUE" in result.stderr
+
+
 def test_what_prepare_returns_is_run(run) -> None:
     result = run("trainer.total_epochs=2")
     assert (result.returncode, result.stdout.strip()) == (0, "started 2"), result.stderr

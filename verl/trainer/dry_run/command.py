@@ -113,9 +113,7 @@ def _dry_run(prepare: Callable, config_name: str, request: Request) -> None:
             call_with_config(keep, config_name)
         except HydraException as error:
             guilty = guilty_argument(error, arguments)
-            unread = getattr(error, "override", None)
-            where = f"{unread}: " if isinstance(unread, str) else ""
-            refused.append(where + explain_hydra_error(error, config_name, tables.MOVED))
+            refused.append(explain_hydra_error(error, config_name, tables.MOVED))
             if guilty is None:
                 break
             arguments = [argument for argument in arguments if argument is not guilty]

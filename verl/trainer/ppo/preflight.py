@@ -134,15 +134,33 @@ def call_with_config(job: Callable[[DictConfig], Any], config_name: str) -> None
         HydraException: hydra refuses the command line.
     """
     import hydra
+    from hydra.errors import HydraException
 
     quiet_libraries()
+    entered = False
+
+    @functools.wraps(job)
+    def enter(config: DictConfig) -> Any:
+        nonlocal entered
+        entered = True
+        return job(config)
+
     # Hydra names the job's log after the module the job comes from.
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if job.__module__ == "__main__" and spec is not None:
-        job.__module__ = spec.name
+    if enter.__module__ == "__main__" and spec is not None:
+        enter.__module__ = spec.name
     # With this set, hydra raises instead of printing its own traceback and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(job)()
+    try:
+        hydra.main(config_path=str(CONFIG_DIR), config_name=config_name, version_base="1.3")(enter)()
+    except ValueError as error:
+        if entered:
+            raise
+        # Hydra takes a key without a dot for one of its groups, and its number for a fault of the program's.
+        bare = [argument for argument in sys.argv[1:] if "." not in argument.partition("=")[0]]
+        raise HydraException(
+            f"{' '.join(bare)}: a whole group of keys takes no number; write KEY.NAME=VALUE"
+        ) from error
 
 
 def refuse(reason: str) -> None:
