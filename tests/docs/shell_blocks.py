@@ -115,4 +115,4 @@ def run_block(block: Block, folder: Path, replacements: dict[str, str]) -> subpr
         "HOME": str(folder),
     }
     command = ["bash", "-euo", "pipefail", "-c", script(block, replacements)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)

@@ -48,7 +48,7 @@ def test_every_block_says_who_runs_it(path):
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("path", [path for path, blocks in RUN_HERE.items() if blocks], ids=str)
 def test_the_blocks_of_a_page_run_one_after_the_other(path, folder, model):
     said = ""
