@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from verl.trainer.ppo import preflight_model
-from verl.trainer.ppo.preflight_model import check_generation_model, check_model, check_ppo_models, check_sft_model
+from verl.trainer.ppo.preflight_model import (
+    check_generation_model,
+    check_model,
+    check_override_config,
+    check_ppo_models,
+    check_sft_model,
+)
 from verl.utils.config import compose_config, to_tree
 
 CONFIGS = Path(__file__).resolve().parents[2] / "fixtures" / "model_configs"
@@ -219,3 +225,18 @@ def test_neither_torch_nor_transformers_is_loaded(tmp_path: Path) -> None:
         "loaded = {'torch', 'transformers', 'megatron.core', 'ray'} & set(sys.modules)\nassert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).resolve().parents[3])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"num_hiden_layers": 1}, "num_hiden_layers=1 is not an entry of"),
+        ({"num_hiden_layers": 1}, "Did you mean num_hidden_layers?"),
+        ({"num_hidden_layers": "abc"}, "num_hidden_layers='abc' replaces 4 in"),
+        ({"num_hidden_layers": 2, "max_position_embeddings": 512, "rope_theta": 1e4, "attention_dropout": 0.1}, ""),
+    ],
+)
+def test_entries_of_the_hugging_face_config_that_are_replaced(tmp_path: Path, given: dict, words: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    found = check_override_config("model", {"path": str(tmp_path), "hf_config_path": None, "override_config": given})
+    assert len(found) == bool(words) and all(words in error for error in found), found

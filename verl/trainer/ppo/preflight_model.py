@@ -6,6 +6,7 @@ widths and the vocabulary over tensor ranks, experts over expert ranks. What con
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from typing import Any
 
 from verl.trainer.ppo.preflight_batch import get, near_divisors
 from verl.trainer.ppo.preflight_critic import uses_critic
+from verl.utils.config import did_you_mean
 from verl.utils.hf_config import architecture_of, find_hf_config
 
 __all__ = [
@@ -97,13 +99,44 @@ def read_model(model: Mapping[str, Any]) -> ModelFacts | None:
     return ModelFacts(file, architecture_of(whole) or "", text | (model.get("override_config") or {}))
 
 
+def check_override_config(path: str, model: Mapping[str, Any]) -> list[str]:
+    """Whether the model's configuration has the entries that ``override_config`` replaces, and of which kind."""
+    given = model.get("override_config") or {}
+    own, file = find_hf_config(dict(model) | {"override_config": {}})
+    if own is None or not given:
+        return []
+    errors = []
+    for name, value in given.items():
+        key, old = f"{path}.override_config.{name}", own.get(name)
+        kinds = (int, float) if isinstance(old, int | float) and not isinstance(old, bool) else (type(old),)
+        if name not in own and not _may_be_entry(name, own.get("model_type")):
+            errors.append(f"{key}={value!r} is not an entry of {file}.{did_you_mean(str(name), own)}")
+        elif old is not None and value is not None and not isinstance(value, kinds):
+            errors.append(f"{key}={value!r} replaces {old!r} in {file} by a value of another kind")
+    return errors
+
+
+def _may_be_entry(name: str, model_type: Any) -> bool:
+    """Whether transformers' class for a config.json may have an entry that the file leaves to its default."""
+    text = "".join(file.read_text(encoding="utf-8") for file in _configuration_files(model_type))
+    return not text or re.search(rf"\b{re.escape(str(name))}\b", text) is not None
+
+
+def _configuration_files(model_type: Any) -> list[Path]:
+    """Sources of transformers' class for a type of model; none if they are not where they are expected."""
+    spec = find_spec("transformers")
+    root = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else Path()
+    file = root / "models" / str(model_type) / f"configuration_{model_type}.py"
+    return [file, root / "configuration_utils.py"] if file.is_file() else []
+
+
 def check_ppo_models(tree: Mapping) -> list[str]:
     """The actor's model, which the reference model shares, and the critic's where it is another."""
     node, engine = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
     model, actor = get(tree, node), get(tree, engine)
     prompt, response = get(tree, "data.max_prompt_length"), get(tree, "data.max_response_length")
     longest = (prompt + response, f"data.max_prompt_length={prompt} + data.max_response_length={response}")
-    errors = check_model(node, model, engine, actor, longest)
+    errors = check_override_config(node, model) + check_model(node, model, engine, actor, longest)
     critic, own = get(tree, "critic.model"), get(tree, "critic.megatron")
     if uses_critic(tree) and (critic["path"], own) != (model["path"], actor):
         errors += [
@@ -117,7 +150,9 @@ def check_ppo_models(tree: Mapping) -> list[str]:
 def check_sft_model(tree: Mapping) -> list[str]:
     """The model that is fine-tuned."""
     length = get(tree, "data.max_length")
-    return check_model("model", tree["model"], "engine", tree["engine"], (length, f"data.max_length={length}"))
+    longest = (length, f"data.max_length={length}")
+    errors = check_override_config("model", tree["model"])
+    return errors + check_model("model", tree["model"], "engine", tree["engine"], longest)
 
 
 def check_generation_model(tree: Mapping) -> list[str]:
@@ -125,7 +160,8 @@ def check_generation_model(tree: Mapping) -> list[str]:
     facts = read_model(tree["model"])
     prompt, response = get(tree, "rollout.prompt_length"), get(tree, "rollout.response_length")
     words = f"rollout.prompt_length={prompt} + rollout.response_length={response}"
-    return [] if facts is None else _check_context("model", facts, prompt + response, words)
+    errors = check_override_config("model", tree["model"])
+    return errors + ([] if facts is None else _check_context("model", facts, prompt + response, words))
 
 
 def check_model(
@@ -323,10 +359,8 @@ def _check_mtp(path: str, facts: ModelFacts, model: Mapping) -> list[str]:
 
 def _may_default(model_type: Any) -> bool:
     """Whether transformers' class for a config.json may give a number of these layers that the file does not."""
-    spec = find_spec("transformers")
-    root = Path(next(iter(spec.submodule_search_locations))) if spec and spec.submodule_search_locations else Path()
-    file = root / "models" / str(model_type) / f"configuration_{model_type}.py"
-    return not file.is_file() or any(name in file.read_text(encoding="utf-8") for name in _MTP_LAYERS)
+    files = _configuration_files(model_type)[:1]
+    return not files or any(name in files[0].read_text(encoding="utf-8") for name in _MTP_LAYERS)
 
 
 def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:
