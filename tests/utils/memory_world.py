@@ -3,6 +3,7 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,7 @@ class Held:
     optimizer: int
     activations: int = 0
     recomputed: int = 0
+    peak: int = 0
 
 
 def measure(rank: int, world_size: int, paths: dict[str, str], jobs: list[Job]) -> list[Held]:
@@ -105,7 +107,7 @@ def measure(rank: int, world_size: int, paths: dict[str, str], jobs: list[Job]) 
                         built.train_batch(rank_batch(job.case, built), loss_function(job.case))
             held = _count(built)
             if kept is not None:
-                held.activations, held.recomputed = kept.forward, kept.backward
+                held.activations, held.recomputed, held.peak = kept.forward, kept.backward, kept.peak
             found.append(held)
     return found
 
@@ -140,30 +142,46 @@ def _optimizer_bytes(optimizer: Any, weights: set[int]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+class _Box:
+    """A saved tensor; it goes when autograd lets go of it."""
+
+    def __init__(self, tensor: torch.Tensor, owner: "_Saved") -> None:
+        self.tensor, self.owner = tensor, owner
+
+    def __del__(self) -> None:
+        self.owner.release(self.tensor)
+
+
 class _Saved:
-    """Storages saved for the backward: in the forward, and, where it runs again, after the backward began."""
+    """Bytes of the storages saved for the backward: at its start, saved later by a recomputation, and at the peak."""
 
     def __init__(self, built: Any) -> None:
         self.weights = {p.untyped_storage().data_ptr() for m in built.module for p in m.parameters()}
-        self.forward = self.backward = 0
-        self._seen: dict[int, torch.Tensor] = {}  # keeps them alive, so that no address comes twice
+        self.live = self.forward = self.backward = self.peak = 0
+        self._holders: Counter[int] = Counter()
         self._backward_began = False
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_nested:  # the loss's own few columns
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_nested or tensor.untyped_storage().data_ptr() in self.weights:  # nested: the loss's few columns
             return tensor
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.weights and storage._cdata not in self._seen:
-            self._seen[storage._cdata] = tensor
-            if self._backward_began:
-                self.backward += storage.nbytes()
-            else:
-                self.forward += storage.nbytes()
-        return tensor
+        self._holders[storage._cdata] += 1
+        if self._holders[storage._cdata] == 1:
+            self.live += storage.nbytes()
+            self.backward += storage.nbytes() if self._backward_began else 0
+            self.peak = max(self.peak, self.live)
+        return _Box(tensor, self)
 
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._backward_began = True
-        return tensor
+    def unpack(self, saved: Any) -> torch.Tensor:
+        if not self._backward_began:
+            self._backward_began, self.forward = True, self.live
+        return saved.tensor if isinstance(saved, _Box) else saved
+
+    def release(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._holders[storage._cdata] -= 1
+        if not self._holders[storage._cdata]:
+            self.live -= storage.nbytes()
 
 
 def read_config(path: str) -> dict[str, Any]:

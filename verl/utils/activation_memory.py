@@ -67,19 +67,21 @@ class Activations:
     Attributes:
         kept: bytes that one micro-batch keeps until its backward.
         recomputed: bytes that appear while the largest recomputed piece runs again.
+        released: of ``kept``, what the backward has let go of before any piece runs again: the final norm's.
         micro_batches: how many micro-batches keep theirs at once; a fraction under virtual stages.
         formula: how ``kept`` comes about, in words and numbers.
     """
 
     kept: int
     recomputed: int
+    released: int
     micro_batches: Fraction
     formula: str
 
     @property
     def bytes(self) -> int:
-        """All of it."""
-        return ceil(self.kept * self.micro_batches) + self.recomputed
+        """The most that is held at once."""
+        return ceil(self.kept * self.micro_batches) + max(self.recomputed - self.released, 0)
 
 
 def _fused_activation(shape: ModelShape, overrides: Mapping[str, Any], transformer_engine: bool) -> bool:
@@ -210,7 +212,8 @@ def _chunks(layers: list[_Layer], recompute: Recompute, entering: Fraction) -> t
         groups = [[layer] for layer in first]
     else:
         rest, groups = [], [layers[i : i + number] for i in range(0, len(layers), number)]
-    again = max((sum((layer.everything for layer in group), nothing) for group in groups), default=nothing)
+    again = max((sum((layer.everything for layer in group), nothing) for group in groups), default=entering)
+    again -= entering  # which is kept already
     return entering * len(groups) + sum((layer.everything for layer in rest), nothing), again
 
 
@@ -271,6 +274,7 @@ def stage_activations(
         for moe, kept_items in by_kind.items()
         if moe in kinds
     ]
+    last = Fraction(0)
     if pp_rank == layout.pp - 1:
         last = Fraction(_norm_copies(te) * hidden * size + _FLOAT32, split)
         kept += last
@@ -283,14 +287,15 @@ def stage_activations(
     if recompute.granularity:
         words.append(f"after {recompute.granularity} recomputation {_number(kept)} bytes a token are kept")
     flight = _in_flight(layout, pp_rank, num_micro_batches)
-    total = ceil(kept * tokens)
+    total, more, released = (ceil(each * tokens) for each in (kept, again, last))
     formula = (
         f"{tokens:,} tokens x {_number(kept)} bytes = {total:,} a micro-batch: {'; '.join(words)}; "
         f"x {_number(flight)} micro-batches in flight"
     )
-    if again:
-        formula += f"; + {ceil(again * tokens):,} while the largest piece is recomputed"
-    return Activations(total, ceil(again * tokens), flight, formula)
+    if more > released:
+        formula += f"; + {more:,} while the largest piece is recomputed"
+        formula += f", less {released:,} of the final norm, gone by then" if released else ""
+    return Activations(total, more, released, flight, formula)
 
 
 def _number(value: Fraction) -> str:
