@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.dry_run.command import run_command
+from verl.trainer.main_ppo import check_writable
 from verl.trainer.ppo.preflight import validate_sft_config
 from verl.utils.device import DEVICE_ENV
 
@@ -37,6 +38,8 @@ def prepare(config: DictConfig) -> Callable[[], None]:
     validate_sft_config(config)
     if config.trainer.device == "cpu":
         os.environ[DEVICE_ENV] = "cpu"
+    if config.trainer.save_freq > 0:
+        check_writable(config.trainer.default_local_dir)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return SFTTrainer(config).fit
     trainer = config.trainer

@@ -184,5 +184,5 @@ def check_per_token_loss_guards(
         )
     if loss_agg_mode == "seq-mean-token-mean":
         raise ValueError(
-            f"actor.loss_agg_mode={loss_agg_mode} with calculate_per_token_loss=True; use token-mean, {opt_in}"
+            f"loss_agg_mode={loss_agg_mode} with calculate_per_token_loss=True; use token-mean, {opt_in}"
         )
