@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["dist_checkpoint_problem", "load_dist_weights", "save_dist_weights", "sharded_model_state"]
+__all__ = ["cause", "dist_checkpoint_problem", "load_dist_weights", "save_dist_weights", "sharded_model_state"]
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _EXPERT_NORM = re.compile(r"^(.*)\bpre_mlp_layernorm\.\w+$")
@@ -99,7 +99,7 @@ def load_dist_weights(modules: list[Any], folder: str, vocab_size: int) -> None:
         # "Unexpected" is what is asked for and not there.
         loaded, _, missing = dist_checkpointing.load(_states(modules), folder, strict="return_unexpected")
     except (CheckpointException, CheckpointingException) as error:
-        raise ValueError(f"{said}: {_cause(error)}; is it a whole checkpoint of the model in model.path?") from error
+        raise ValueError(f"{said}: {cause(error)}; is it a whole checkpoint of the model in model.path?") from error
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, _without_extra_state(missing))
     absent = sorted({key for keys in everywhere for key in keys})
@@ -118,7 +118,7 @@ def _without_extra_state(names: Iterable[str]) -> list[str]:
     return [name for name in names if not name.endswith("_extra_state")]
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """One line about what went wrong; torch wraps what each rank said."""
     failures = getattr(error, "failures", None)
     return str(next(iter(failures.values()))[0] if failures else error).strip().split("\n")[0]

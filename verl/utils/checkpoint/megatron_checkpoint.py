@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a Megatron engine through megatron-core's distributed checkpointing.
 
-The files do not depend on the layout: a run may be resumed with another tensor, pipeline, context or data parallel
-size, as far as megatron-core can map the optimizer's state.
+The files do not depend on the layout: a run may be resumed with other parallel sizes, and with or without the
+distributed optimizer.
 """
 
 import os
@@ -11,11 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.utils.checkpoint.dist_weights import sharded_model_state
+from verl.utils.checkpoint.dist_weights import cause, dist_checkpoint_problem, sharded_model_state
+from verl.utils.checkpoint.optimizer_state import requested_state, restore_steps, sharded_entries
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _FOLDER = "dist_ckpt"
+_OPTIMIZER = "optimizer."
+_REQUEST = "optimizer of this run"  # beside "optimizer", under which megatron-core returns the saved run's
+_WAY_OUT = (
+    "set checkpoint.load_contents=[model,extra] to load it with a fresh optimizer, or start a new run from the "
+    "checkpoint's Hugging Face folder (hf_model in checkpoint.save_contents)"
+)
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
@@ -37,9 +44,7 @@ def _state(engine: Any, contents: list[str], is_loading: bool) -> dict[str, Any]
 
     metadata = dict(_METADATA)  # megatron-core writes the present group into it
     chunks = unwrap_model(engine.module)
-    model = {
-        key: sharded_model_state(chunk, metadata) for key, chunk in zip(_model_keys(engine), chunks, strict=True)
-    }
+    model = {key: sharded_model_state(chunk, metadata) for key, chunk in zip(_model_keys(engine), chunks, strict=True)}
     state: dict[str, Any] = dict(model) if "model" in contents else {}
     if "optimizer" in contents and engine.optimizer is not None:
         state["optimizer"] = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
@@ -74,10 +79,11 @@ def save_checkpoint(engine: Any, local_path: str) -> None:
 def load_checkpoint(engine: Any, local_path: str) -> None:
     """Read what ``checkpoint.load_contents`` names from ``local_path``. Collective.
 
+    Weights that come without the optimizer's state start a fresh optimizer.
+
     Raises:
-        ValueError: when the folder holds no checkpoint, or its optimizer state cannot be mapped to this layout.
+        ValueError: on every rank, when the folder holds no checkpoint, or not all that is asked for.
     """
-    from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
     folder = os.path.join(local_path, _FOLDER)
@@ -85,23 +91,18 @@ def load_checkpoint(engine: Any, local_path: str) -> None:
         raise ValueError(f"{local_path} holds no checkpoint (no {_FOLDER} folder in it)")
     contents = _contents(engine, "load_contents")
     engine.to("device", model=True, optimizer=True, grad=True)
-    if "optimizer" in contents and engine.optimizer is not None:
+    if engine.optimizer is None:
+        contents = [part for part in contents if part != "optimizer"]
+    if "optimizer" in contents:
         _make_optimizer_state(engine)
-    try:
-        loaded = dist_checkpointing.load(_state(engine, contents, is_loading=True), folder)
-    except KeyError as error:
-        raise ValueError(
-            f"{local_path}: {error} is not in the checkpoint. Either it was saved without it, or the dense and the "
-            "expert parameters of a mixture of experts had separate optimizers there and share one here (or the "
-            "reverse): resume with the same expert and tensor split, or with checkpoint.load_contents=[model]"
-        ) from error
+    loaded = _load(_state(engine, contents, is_loading=True), folder, contents)
     if "model" in contents:
         for key, chunk in zip(_model_keys(engine), unwrap_model(engine.module), strict=True):
             chunk.load_state_dict(loaded[key])
-    if "optimizer" in loaded:
-        # Megatron finds a parameter group by its rates too, so those of the configuration stand in for the saved ones.
-        _set_rates(loaded["optimizer"], engine.optimizer_config.lr, engine.optimizer_config.min_lr)
-        engine.optimizer.load_state_dict(loaded["optimizer"])
+    # The tree of the saved optimizer is in what is loaded whether asked for or not.
+    if "optimizer" in contents:
+        restore_steps(loaded[_REQUEST], loaded.get("optimizer"))
+        engine.optimizer.load_state_dict(loaded[_REQUEST])
     elif "model" in contents and engine.optimizer is not None:
         engine.optimizer.reload_model_params()
     if "extra" in contents:
@@ -110,16 +111,49 @@ def load_checkpoint(engine: Any, local_path: str) -> None:
     dist.barrier()
 
 
-def _set_rates(state: Any, lr: float, min_lr: float) -> None:
-    """Write the rates into every parameter group of a (nested) optimizer state."""
-    if isinstance(state, list):
-        for item in state:
-            _set_rates(item, lr, min_lr)
-    if isinstance(state, dict):
-        if "max_lr" in state and "min_lr" in state:
-            state["max_lr"], state["min_lr"] = lr, min_lr
-        for value in state.values():
-            _set_rates(value, lr, min_lr)
+def _load(state: dict[str, Any], folder: str, contents: list[str]) -> dict[str, Any]:
+    """Read ``state`` from ``folder``, the optimizer's under the key ``_REQUEST``. Collective; errors on all ranks."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    problem = dist_checkpoint_problem(folder)
+    if problem is not None:
+        raise ValueError(f"{folder}: {problem}")
+    stored = dist_checkpointing.load_tensors_metadata(folder)
+    request = requested_state(state.pop("optimizer"), stored) if "optimizer" in contents else {}
+    absent = sorted({entry.key for entry in sharded_entries([state, request])} - set(stored))
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everywhere, absent)
+    names = sorted({name for names in everywhere for name in names})
+    if names:
+        raise ValueError(f"{folder}: {_what_is_absent(names, stored)}")
+    try:
+        loaded: dict[str, Any] = dist_checkpointing.load(state, folder)
+        if "optimizer" in contents:  # by itself, since it may name the same tensors as the model
+            loaded[_REQUEST] = dist_checkpointing.load({_REQUEST: request}, folder)[_REQUEST]
+    except (CheckpointException, CheckpointingException) as error:  # a shape that differs, a file that is cut off
+        raise ValueError(f"{folder}: {cause(error)}; is it a whole checkpoint of the model in model.path?") from error
+    return loaded
+
+
+def _what_is_absent(names: list[str], stored: dict[str, Any]) -> str:
+    of_model = [name for name in names if not name.startswith(_OPTIMIZER)]
+    if of_model and not any(not name.startswith(_OPTIMIZER) for name in stored):
+        return (
+            "it was saved without the weights; set checkpoint.load_contents to what checkpoint.save_contents named then"
+        )
+    if of_model:
+        return (
+            f"{len(of_model)} kinds of parameters of this model are not in it, such as {of_model[0]}; is it a "
+            "checkpoint of the model in model.path?"
+        )
+    if not any(name.startswith(_OPTIMIZER) for name in stored):
+        return f"it was saved without the optimizer's state, so a fresh optimizer is needed: {_WAY_OUT}"
+    return (
+        f"its optimizer's state lacks {len(names)} kinds of tensors that this run's optimizer has, such as {names[0]}, "
+        f"so it cannot be mapped to this run: {_WAY_OUT}"
+    )
 
 
 def _make_optimizer_state(engine: Any) -> None:
