@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.trainer.config.files import Files, write_files
+from verl.algos.policy_loss_base import clip_range
 from verl.trainer.ppo.preflight import validate_ppo_config, validate_sft_config
 from verl.utils.config import CONFIG_DIR, compose_config, flatten, omega_conf_to_dataclass
 
@@ -53,7 +54,8 @@ def test_every_typed_node_builds_its_class_with_the_same_defaults() -> None:
         assert type(built).__name__ == node._target_.rpartition(".")[2]
         # The tree's default is the class's, except where the tree sets a rate or a path, or follows another key.
         differing = {name for name in node if name in built and built[name] != getattr(type(built), name, built[name])}
-        assert differing <= {"lr", "path", "name", "max_response_length", "model"}, key
+        follows = {"max_response_length", "clip_ratio_low", "clip_ratio_high"}
+        assert differing <= {"lr", "path", "name", "model"} | follows, key
 
 
 def test_the_alias_of_the_megatron_tree_is_the_same_tree() -> None:
@@ -79,6 +81,22 @@ def test_the_reference_model_and_the_critic_follow_the_actor() -> None:
     assert (ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu) == (True, 99)
     assert config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == 99
     assert config.critic.use_dynamic_bsz is True
+
+
+def test_the_reference_keeps_the_weights_of_the_model_when_the_actor_starts_from_others() -> None:
+    actor = "actor_rollout_ref.actor.megatron"
+    config = compose_config(
+        "ppo_trainer", [f"{actor}.use_dist_checkpointing=True", f"{actor}.dist_checkpointing_path=/old/run/dist_ckpt"]
+    )
+    engine = config.actor_rollout_ref.ref.megatron
+    assert (engine.use_dist_checkpointing, engine.dist_checkpointing_path) == (False, None)
+
+
+def test_both_sides_of_the_clip_follow_clip_ratio() -> None:
+    given = {"clip_ratio=0.1": (0.1, 0.1), "clip_ratio_high=0.28": (0.2, 0.28), "clip_ratio_low=null": (0.2, 0.2)}
+    for argument, bounds in given.items():
+        node = compose_config("ppo_trainer", [f"actor_rollout_ref.actor.{argument}"]).actor_rollout_ref.actor
+        assert clip_range(omega_conf_to_dataclass(node)) == bounds
 
 
 def test_a_null_placeholder_takes_a_value_with_and_without_plus() -> None:

@@ -48,6 +48,12 @@ def test_defaults_are_not_shared() -> None:
         (McoreOptimizerConfig, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 must lie between 0 and lr=1e-06"),
         (McoreOptimizerConfig, {"lr_decay_style": "WSD"}, "needs lr_wsd_decay_steps"),
         (McoreActorConfig, {"clip_ratio_c": 1.0}, "clip_ratio_c=1.0 must be above 1"),
+        (
+            McoreActorConfig,
+            {"clip_ratio": 1.5},
+            "clip_ratio=1.5 must lie between 0 and 1, unless",
+        ),
+        (McoreActorConfig, {"clip_ratio_low": 1.5}, "clip_ratio_low=1.5 must lie between 0 and 1"),
         (McoreActorConfig, {"loss_agg_mode": "mean"}, "loss_agg_mode='mean' is not known"),
         (RolloutConfig, {"top_p": 0.0}, r"top_p=0.0 must lie in \(0, 1\]"),
         (RolloutConfig, {"top_k": 0}, "top_k=0 must be -1"),

@@ -61,7 +61,11 @@ PPO_REFUSED: dict[str, tuple[Any, str]] = {
     "custom_reward_function.name": (None, "the key is reward.custom_reward_function.name"),
 }
 
+_CONSTANT_DECAY = "weight decay is the same at the first step and at the last"
+
 PPO_NO_EFFECT = {
+    "actor_rollout_ref.actor.optim.weight_decay_incr_style": _CONSTANT_DECAY,
+    "critic.optim.weight_decay_incr_style": _CONSTANT_DECAY,
     "actor_rollout_ref.actor.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.actor.checkpoint.strict": "megatron-core checks the keys it is asked for",
@@ -87,6 +91,7 @@ ROLLOUT_SERVER_ONLY = (
 )
 
 SFT_NO_EFFECT = {
+    "optim.weight_decay_incr_style": _CONSTANT_DECAY,
     "data.ignore_input_ids_mismatch": "a conversation is always templated as a whole",
     "checkpoint.strict": "megatron-core checks the keys it is asked for",
 }

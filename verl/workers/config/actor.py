@@ -47,9 +47,9 @@ class ActorConfig(BaseConfig):
     ``ppo_mini_batch_size`` counts prompts over all ranks, each with ``rollout_n`` responses: one optimizer step.
     ``ppo_micro_batch_size_per_gpu`` counts responses on one data-parallel rank; with ``use_dynamic_bsz`` the split goes
     by ``ppo_max_token_len_per_gpu`` tokens instead. ``clip_ratio_low``/``clip_ratio_high`` bound the probability ratio
-    below and above, ``clip_ratio_c`` is the dual clip's bound (Ye et al. 2020, arXiv 1912.09729). The divisor of
-    "seq-mean-token-sum-norm" is ``loss_scale_factor``, else ``max_response_length``. ``tau_pos`` and ``tau_neg`` are
-    the temperatures of sapo for positive and other advantages.
+    below and above (None: by ``clip_ratio``), ``clip_ratio_c`` is the dual clip's bound (Ye et al. 2020, arXiv
+    1912.09729). The divisor of "seq-mean-token-sum-norm" is ``loss_scale_factor``, else ``max_response_length``.
+    ``tau_pos`` and ``tau_neg`` are the temperatures of sapo for positive and other advantages.
 
     Raises ``ValueError`` for an unknown name or a value out of range.
     """
@@ -62,8 +62,8 @@ class ActorConfig(BaseConfig):
     ppo_max_token_len_per_gpu: int = 16384
     max_response_length: int | None = None
     clip_ratio: float = 0.2
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
+    clip_ratio_low: float | None = None
+    clip_ratio_high: float | None = None
     clip_ratio_c: float = 3.0
     tau_pos: float = 1.0
     tau_neg: float = 1.05
@@ -89,12 +89,14 @@ class ActorConfig(BaseConfig):
         for name in ("rollout_n", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not 0 <= self.clip_ratio_low <= 1:
-            raise ValueError(f"clip_ratio_low={self.clip_ratio_low} must lie between 0 and 1")
-        if self.clip_ratio < 0 or self.clip_ratio_high < 0:
+        if self.clip_ratio < 0 or (self.clip_ratio_high or 0) < 0:
             raise ValueError(
                 f"clip_ratio={self.clip_ratio} and clip_ratio_high={self.clip_ratio_high} must not be negative"
             )
+        if self.clip_ratio_low is None and self.clip_ratio > 1:
+            raise ValueError(f"clip_ratio={self.clip_ratio} must lie between 0 and 1, unless clip_ratio_low is set")
+        if self.clip_ratio_low is not None and not 0 <= self.clip_ratio_low <= 1:
+            raise ValueError(f"clip_ratio_low={self.clip_ratio_low} must lie between 0 and 1")
         if self.clip_ratio_c <= 1:
             raise ValueError(f"clip_ratio_c={self.clip_ratio_c} must be above 1, for example 3.0")
         for name in ("tau_pos", "tau_neg"):
