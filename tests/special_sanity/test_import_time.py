@@ -21,7 +21,9 @@ def measure(statement: str) -> tuple[float, set[str]]:
     return float(seconds), set(modules.split())
 
 
-@pytest.mark.parametrize("statement", ["import verl; verl.__version__", "import verl.utils.device"])
+@pytest.mark.parametrize(
+    "statement", ["import verl; verl.__version__", "import verl.utils.device", "import verl.workers.engine"]
+)
 def test_import_takes_under_a_second_and_loads_nothing_heavy(statement):
     seconds, modules = measure(statement)
     assert seconds < 1.0
@@ -39,6 +41,17 @@ def test_version_is_that_of_the_version_file():
 def test_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'DataProtos'"):
         _ = verl.DataProtos
+
+
+def test_names_at_their_familiar_places_are_resolved_on_use():
+    from verl.utils import hf_processor, hf_tokenizer, tokenizer
+    from verl.workers.engine import BaseEngine, EngineRegistry, base
+
+    assert (hf_tokenizer, hf_processor) == (tokenizer.hf_tokenizer, tokenizer.hf_processor)
+    assert (BaseEngine, EngineRegistry) == (base.BaseEngine, base.EngineRegistry)
+    for package in (verl.utils, verl.workers.engine):
+        with pytest.raises(AttributeError, match="no attribute 'hf_tokenisers'"):
+            _ = package.hf_tokenisers
 
 
 def test_dataproto_is_resolved_on_use():
