@@ -87,7 +87,6 @@ class Held:
     gradients: int
     optimizer: int
     activations: int = 0
-    recomputed: int = 0
     peak: int = 0
 
 
@@ -107,7 +106,7 @@ def measure(rank: int, world_size: int, paths: dict[str, str], jobs: list[Job]) 
                         built.train_batch(rank_batch(job.case, built), loss_function(job.case))
             held = _count(built)
             if kept is not None:
-                held.activations, held.recomputed, held.peak = kept.forward, kept.backward, kept.peak
+                held.activations, held.peak = kept.forward, kept.peak
             found.append(held)
     return found
 
@@ -153,11 +152,11 @@ class _Box:
 
 
 class _Saved:
-    """Bytes of the storages saved for the backward: at its start, saved later by a recomputation, and at the peak."""
+    """Bytes of the storages saved for the backward: at its start, and at the peak of the step."""
 
     def __init__(self, built: Any) -> None:
         self.weights = {p.untyped_storage().data_ptr() for m in built.module for p in m.parameters()}
-        self.live = self.forward = self.backward = self.peak = 0
+        self.live = self.forward = self.peak = 0
         self._holders: Counter[int] = Counter()
         self._backward_began = False
 
@@ -168,7 +167,6 @@ class _Saved:
         self._holders[storage._cdata] += 1
         if self._holders[storage._cdata] == 1:
             self.live += storage.nbytes()
-            self.backward += storage.nbytes() if self._backward_began else 0
             self.peak = max(self.peak, self.live)
         return _Box(tensor, self)
 
