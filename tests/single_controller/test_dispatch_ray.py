@@ -46,6 +46,12 @@ def test_one_to_all(group):
     assert group.nothing() == [None] * 4
 
 
+def test_started_calls_run_in_their_order_and_are_waited_for_in_any(group):
+    first, count, last = group.count_on_zero.start(), group.call_count.start(), group.count_on_zero.start()
+    rank, calls = last()
+    assert rank == 0 and count()[0] == calls - 1 and first() == (0, calls - 1)
+
+
 def test_rank_zero_runs_nowhere_else(group):
     before = group.call_count()
     assert group.on_zero("a") == (0, "a")

@@ -57,7 +57,7 @@ class CriticWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     def compute_values(self, data: TensorDict) -> TensorDict | None:
         """Values of the states in which the response tokens were chosen: ``values`` [B, R], 0 after each response."""
-        return _response_columns(self.critic.infer_batch(data), data, {"values": "values"})
+        return _response_columns(self.critic, data, {"values": "values"})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     def update_critic(self, data: TensorDict) -> TensorDict:

@@ -251,12 +251,12 @@ class ActorRolloutRefWorker(Worker):
         """Log-probs of the responses under the actor: ``old_log_probs`` [B, R], and, if asked for, ``entropys`` and
         ``sum_pi_squared``."""
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
-        return _response_columns(self.actor.infer_batch(data), data, names)
+        return _response_columns(self.actor, data, names)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
     def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
         """Log-probs of the responses under the reference policy: ``ref_log_prob`` [B, R]."""
-        return _response_columns(self.ref.infer_batch(data), data, {"log_probs": "ref_log_prob"})
+        return _response_columns(self.ref, data, {"log_probs": "ref_log_prob"})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def update_actor(self, data: TensorDict) -> TensorDict:
@@ -308,13 +308,18 @@ def _as_output(metrics: dict[str, float]) -> TensorDict:
     return tu.assign_non_tensor_data(TensorDict({}, batch_size=[0]), "metrics", metrics)
 
 
-def _response_columns(output: TensorDict, data: TensorDict, names: dict[str, str]) -> TensorDict | None:
-    # The batch is on the host, so the outputs come there before they are cut.
-    jagged = {target: output[source].cpu() for source, target in names.items() if source in output.keys()}
-    for column in jagged.values():
-        check_same_rows(column, data)
-    columns = {target: no_padding_2_padding(column, data) for target, column in jagged.items()}
+def _response_columns(worker: TrainingWorker, data: TensorDict, names: dict[str, str]) -> TensorDict | None:
+    """Evaluate ``data`` and cut the outputs ``names`` (output -> column) to the responses, [B, R] on the host; None on
+    ranks without outputs."""
+    with _timed() as seconds:
+        output = worker.infer_batch(data)
+        # The batch is on the host, so the outputs come there before they are cut.
+        jagged = {target: output[source].cpu() for source, target in names.items() if source in output.keys()}
+        for column in jagged.values():
+            check_same_rows(column, data)
+        columns = {target: no_padding_2_padding(column, data) for target, column in jagged.items()}
     if not columns:
         return None
     result = TensorDict(columns, batch_size=[data.batch_size[0]])
-    return tu.assign_non_tensor_data(result, "metrics", tu.get_non_tensor_data(output, "metrics", {}))
+    metrics = tu.get_non_tensor_data(output, "metrics", {}) | {"worker_seconds": seconds()}
+    return tu.assign_non_tensor_data(result, "metrics", metrics)

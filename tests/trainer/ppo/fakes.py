@@ -60,6 +60,20 @@ def reward_fn(data, return_dict=True):
     return {"reward_tensor": reward, "reward_extra_info": {"acc": (lengths == 3).float().tolist()}}
 
 
+def startable(method):
+    """What a worker group makes of a method: it has ``start``, and calling what that returns gives the result."""
+
+    def call(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    def start(*args, **kwargs):
+        result = method(*args, **kwargs)
+        return lambda: result
+
+    call.start = start
+    return call
+
+
 class FakeWorkerGroup:
     """Answers row i (of what it is given) with 1 + i % 3 tokens; log-probs are -1, those of the reference -1.5."""
 
@@ -68,6 +82,8 @@ class FakeWorkerGroup:
         self.calls = []
         self.updates = []
         self.fail_on_save = False
+        for name in ("update_weights", "compute_log_prob", "compute_ref_log_prob", "update_actor"):
+            setattr(self, name, startable(getattr(self, name)))
 
     def update_weights(self, global_steps=None):
         self.calls.append("update_weights")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,45 @@ def test_one_step_calls_the_workers_in_order(tmp_path):
         "update_actor",
         "update_weights",
     ]
+
+
+def _watch_rewards_and_results(trainer):
+    """Add to the workers' calls when the rewards are computed, and when a result is waited for."""
+    group, reward_fn, seen = trainer.actor_rollout_wg, trainer.reward_fn, []
+
+    def rewarding(data, **kwargs):
+        group.calls.append("reward")
+        seen.extend(data.non_tensor_batch["uid"])
+        return reward_fn(data, **kwargs)
+
+    def noting(name):
+        method = getattr(group, name)
+
+        def start(*args, **kwargs):
+            finish = method.start(*args, **kwargs)
+            return lambda: (group.calls.append(f"{name} is there"), finish())[1]
+
+        return SimpleNamespace(start=start)
+
+    trainer.reward_fn = rewarding
+    for name in ("compute_log_prob", "update_actor", "update_weights"):
+        setattr(group, name, noting(name))
+    return seen
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_rewards_are_computed_while_the_workers_are_busy_and_see_prompts_together(tmp_path, dp_size):
+    trainer = make_trainer(tmp_path, **{"trainer.n_gpus_per_node": dp_size})
+    seen = _watch_rewards_and_results(trainer)
+    batch, _ = _step(trainer)
+    calls = trainer.actor_rollout_wg.calls
+    assert calls[:4] == ["generate_sequences", "compute_log_prob", "reward", "compute_log_prob is there"]
+    assert calls[4:] == ["update_actor", "update_weights", "update_actor is there", "update_weights is there"]
+    assert seen == [f"0-{prompt}" for prompt in range(4) for _ in range(3)]
+    # Whatever the order in which the ranks get them, rows keep their scores.
+    lengths = batch.batch["response_mask"].sum(-1)
+    assert torch.equal(batch.batch["token_level_scores"].sum(-1), lengths.float())
+    assert batch.non_tensor_batch["acc"].tolist() == (lengths == 3).float().tolist()
 
 
 @pytest.mark.parametrize("key", ["actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"])

@@ -127,8 +127,12 @@ def split_data(x: Any, pieces: int) -> list:
     """
     if isinstance(x, _PLAIN_TYPES):
         return [x] * pieces
-    from verl.protocol import chunk_data
+    from tensordict import TensorDict
 
+    from verl.protocol import DataProto, chunk_data
+
+    if pieces == 1 and isinstance(x, DataProto | TensorDict):
+        return [x]  # being sent copies it
     return chunk_data(x, pieces)
 
 
@@ -186,7 +190,8 @@ def _dispatch_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> tup
 
 
 def _select_mesh(mesh_name: str, group: Any) -> list[int]:
-    return group.dispatch_info(mesh_name).collect_ranks
+    ranks: list[int] = group.dispatch_info(mesh_name).collect_ranks
+    return ranks
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:

@@ -16,6 +16,8 @@ class Worker:
     need not call ``super().__init__()``.
     """
 
+    _dispatch_info: dict[str, tuple[int, bool]]
+
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         """Report that the process is up, before the subclass's ``__init__`` may start to wait for its peers."""
         report_stage("in __init__")
@@ -84,7 +86,7 @@ class Worker:
                 raise ValueError(
                     f"WORLD_SIZE={self.world_size} without MASTER_ADDR and RANK: start with torchrun or Ray"
                 )
-            store = dist.HashStore()
+            store: dist.Store = dist.HashStore()
         else:
             store = dist.PrefixStore("default_group", open_store(group_id, self.rank, self.world_size, timeout_s))
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit)
@@ -93,7 +95,7 @@ class Worker:
         """Index of this rank's device among those its process sees. Ray normally shows a worker only its own."""
         from verl.utils.device import get_torch_device, ray_resource_name
 
-        visible = get_torch_device().device_count()
+        visible: int = get_torch_device().device_count()
         if GROUP_ENV in os.environ and visible > 1:
             import ray
 

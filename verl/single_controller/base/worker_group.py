@@ -115,7 +115,11 @@ class WorkerGroup:
         return self._dispatch_infos[mesh_name]
 
     def _bind_worker_methods(self, cls: type) -> None:
-        """Give this group a method for every registered method of the workers' class."""
+        """Give this group a method for every registered method of the workers' class.
+
+        ``group.method(...)`` waits for the result. ``group.method.start(...)`` returns at once; calling what it returns
+        waits. The workers run what was started in the order in which it was started.
+        """
         for name, registration in registered_methods(cls).items():
             if hasattr(type(self), name):
                 raise ValueError(
@@ -127,18 +131,27 @@ class WorkerGroup:
         mode = registration.dispatch_mode
         only_zero = registration.execute_mode is Execute.RANK_ZERO
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def start(*args: Any, **kwargs: Any) -> Callable[[], Any]:
             args, kwargs = mode.dispatch_fn(self, *args, **kwargs)
             ranks = [0] if only_zero else list(range(self.world_size))
             wanted = ranks if only_zero or mode.select_fn is None else mode.select_fn(self)
             running = self._submit(name, args, kwargs, ranks, wanted)
-            if not registration.blocking and mode.is_data and not only_zero:
-                return self._defer_data(running)
-            results = self._gather(running) if registration.blocking else self._defer(running)
-            return results[0] if only_zero else mode.collect_fn(self, results)
 
-        call.__name__ = name
-        call.is_worker_method = True
+            def finish() -> Any:
+                if not registration.blocking and mode.is_data and not only_zero:
+                    return self._defer_data(running)
+                results = self._gather(running) if registration.blocking else self._defer(running)
+                return results[0] if only_zero else mode.collect_fn(self, results)
+
+            return finish
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return start(*args, **kwargs)()
+
+        method: Any = call  # a function that carries what others look for
+        method.__name__ = name
+        method.start = start
+        method.is_worker_method = True
         return call
 
     def _submit_by_name(self, method_name: str, args: tuple, kwargs: dict) -> Any:

@@ -14,20 +14,20 @@ from omegaconf import DictConfig
 
 from verl.protocol import DataProto
 
-__all__ = ["fill_batch", "loader_batch_size", "mixed_groups"]
+__all__ = ["fill_batch", "filters_groups", "loader_batch_size", "mixed_groups"]
 
 # Names of verl for the sum of a response's scores.
 SEQUENCE_REWARDS = ("seq_reward", "seq_final_reward")
 
 
-def is_on(config: DictConfig) -> bool:
+def filters_groups(config: DictConfig) -> bool:
     """Whether groups are filtered."""
     return bool((config.algorithm.get("filter_groups") or {}).get("enable"))
 
 
 def loader_batch_size(config: DictConfig) -> int:
     """Prompts that are drawn at a time: `data.gen_batch_size` under dynamic sampling, else `data.train_batch_size`."""
-    return config.data.gen_batch_size if is_on(config) else config.data.train_batch_size
+    return config.data.gen_batch_size if filters_groups(config) else config.data.train_batch_size
 
 
 def fill_batch(
@@ -55,7 +55,7 @@ def fill_batch(
         ValueError: too few prompts pass within `max_num_gen_batches`, or none in the whole data; or no such metric.
     """
     batch, counts = draw(rows, 0)
-    if not is_on(config):
+    if not filters_groups(config):
         return batch, counts
     needed, groups = config.data.train_batch_size, config.algorithm.filter_groups
     kept: list[DataProto] = []

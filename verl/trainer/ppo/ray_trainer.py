@@ -31,7 +31,7 @@ from verl.single_controller.ray import (
 from verl.trainer.ppo.batching import dp_row_order, model_batch, prompt_batch, token_imbalance
 from verl.trainer.ppo.checkpointing import CriticPart, load_checkpoint, save_checkpoint
 from verl.trainer.ppo.critic import compute_values, update_critic
-from verl.trainer.ppo.dynamic_sampling import fill_batch, loader_batch_size
+from verl.trainer.ppo.dynamic_sampling import fill_batch, filters_groups, loader_batch_size
 from verl.trainer.ppo.metric_utils import (
     PhaseTimer,
     compute_data_metrics,
@@ -292,16 +292,17 @@ class RayPPOTrainer:
         Returns:
             (the finished batch of train_batch_size * n rows, metrics of the updates).
         """
+        scores_later = self._can_score_later()
         batch, metrics = fill_batch(
-            lambda part, number: self._rollout_and_score(part, timer, number),
+            lambda part, number: self._rollout(part, timer, number, score=not scores_later),
             rows,
             more,
             self.config,
             batches_in_data=len(self.train_dataloader),
         )
-        batch = self._arrange(batch, metrics)
-        data = model_batch(batch)
-        metrics |= self._old_log_probs(batch, data, timer)
+        order = self._row_order(batch, metrics)
+        batch, data, new_metrics = self._old_log_probs(batch, order, timer, scores_meanwhile=scores_later)
+        metrics |= new_metrics
         is_masked_anew, gap_metrics = correct_batch(batch, self.rollout_correction)
         metrics |= gap_metrics
         if is_masked_anew:
@@ -322,8 +323,6 @@ class RayPPOTrainer:
         if self.global_steps < self.config.trainer.critic_warmup:
             return batch, metrics
         metrics |= self._update_actor(batch, data, timer)
-        with timer.worker_call("update_weights") as seconds:
-            seconds.append(max(self.actor_rollout_wg.update_weights(global_steps=self.global_steps + 1)))
         return batch, metrics
 
     def _rollout_meta(self) -> dict[str, Any]:
@@ -333,12 +332,21 @@ class RayPPOTrainer:
             "global_steps": self.global_steps,
         }
 
-    def _rollout_and_score(self, rows: dict, timer: PhaseTimer, number: int) -> tuple[DataProto, dict[str, float]]:
+    def _can_score_later(self) -> bool:
+        """Whether nothing needs the scores before the old log-probs, so that both can be computed at the same time."""
+        is_remax = self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX  # asks the workers for baselines
+        return not (filters_groups(self.config) or is_remax or self.rollout_correction.bypass_mode)
+
+    def _rollout(self, rows: dict, timer: PhaseTimer, number: int, score: bool) -> tuple[DataProto, dict[str, float]]:
         prefix = f"{self.global_steps}.{number}" if number else str(self.global_steps)
-        batch = self._rollout(rows, timer, prefix)
-        with timer.phase("reward"):
-            self._score(batch)
-        metrics = reward_metrics(self.reward_fn)
+        batch = prompt_batch(rows, self.config.actor_rollout_ref.rollout.n, uid_prefix=prefix)
+        with timer.worker_call("gen") as seconds:
+            batch = generate(self.actor_rollout_wg, batch, self._rollout_meta() | {"validate": False})
+            seconds += batch.meta_info.get("timing", {}).values()
+        batch.meta_info = {}
+        if not score:
+            return batch, {}
+        metrics = self._score(batch, timer)
         if self.config.algorithm.adv_estimator == AdvantageEstimator.REMAX:
             with timer.phase("gen_max"):
                 n = self.config.actor_rollout_ref.rollout.n
@@ -346,37 +354,38 @@ class RayPPOTrainer:
             batch.batch["reward_baselines"] = baselines
         return batch, metrics
 
-    def _rollout(self, rows: dict, timer: PhaseTimer, uid_prefix: str) -> DataProto:
-        batch = prompt_batch(rows, self.config.actor_rollout_ref.rollout.n, uid_prefix=uid_prefix)
-        with timer.worker_call("gen") as seconds:
-            batch = generate(self.actor_rollout_wg, batch, self._rollout_meta() | {"validate": False})
-            seconds += batch.meta_info.get("timing", {}).values()
-        batch.meta_info = {}
-        return batch
+    def _score(self, batch: DataProto, timer: PhaseTimer) -> dict[str, float]:
+        """Write the scores and the reward's extra values into ``batch``; returns the reward's counts."""
+        with timer.phase("reward"):
+            scores, extras = compute_reward(batch, self.reward_fn)
+            batch.batch["token_level_scores"] = scores
+            for name, values in extras.items():
+                if len(values) == len(batch):
+                    batch.non_tensor_batch[name] = np.array(values, dtype=object)
+        return reward_metrics(self.reward_fn)
 
-    def _score(self, batch: DataProto) -> None:
-        scores, extras = compute_reward(batch, self.reward_fn)
-        batch.batch["token_level_scores"] = scores
-        for name, values in extras.items():
-            if len(values) == len(batch):
-                batch.non_tensor_batch[name] = np.array(values, dtype=object)
-
-    def _arrange(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Put the rows in the order in which data-parallel ranks share them out."""
+    def _row_order(self, batch: DataProto, metrics: dict[str, float]) -> list[int] | None:
+        """The order of the rows in which data-parallel ranks share them out; None if there is one rank."""
         if self.dp_size == 1:
-            return batch
+            return None
         lengths = batch.batch["attention_mask"].sum(-1).tolist()
         # Every mini-batch of the actor's and of the critic's is made of whole blocks of this size.
         block = math.gcd(self.mini_batch_rows, self.critic_mini_batch_rows)
         order = dp_row_order(lengths, self.dp_size, block, balance=self.config.trainer.balance_batch)
         metrics |= token_imbalance(lengths, order, self.dp_size)
-        batch.reorder(order)
-        return batch
+        return order
 
     def _infer(
-        self, method: Callable, data: TensorDict, section: DictConfig, timer: PhaseTimer, calculate_entropy: bool
+        self,
+        method: Callable,
+        data: TensorDict,
+        section: DictConfig,
+        timer: PhaseTimer,
+        calculate_entropy: bool,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> TensorDict:
-        """Call a log-prob method of the workers with the micro-batch settings of ``section``."""
+        """Call a log-prob method of the workers with the micro-batch settings of ``section``; ``meanwhile`` runs
+        here."""
         tu.assign_non_tensor(
             data,
             temperature=self.config.actor_rollout_ref.rollout.temperature,
@@ -387,24 +396,45 @@ class RayPPOTrainer:
         )
         phase = "old_log_prob" if section is self.config.actor_rollout_ref.rollout else "ref"
         with timer.worker_call(phase) as seconds:
-            output = method(data)
+            finish = method.start(data)
+            meanwhile()
+            output = finish()
             seconds += worker_report(output)[1]
         return output
 
-    def _old_log_probs(self, batch: DataProto, data: TensorDict, timer: PhaseTimer) -> dict[str, float]:
+    def _old_log_probs(
+        self, batch: DataProto, order: list[int] | None, timer: PhaseTimer, scores_meanwhile: bool
+    ) -> tuple[DataProto, TensorDict, dict[str, float]]:
+        """Reorder ``batch`` and write ``old_log_probs`` into it.
+
+        The rewards may be computed while the workers are busy; they see the rows in the order of the prompts all the
+        same, so that the responses to one prompt are neighbours.
+
+        Returns:
+            (the batch, its columns for the model, metrics).
+        """
+        arranged = batch if order is None else batch.select_idxs(np.array(order))
+        data, metrics = model_batch(arranged), {}
         if self.rollout_correction.bypass_mode:
-            batch.batch["old_log_probs"] = rollout_log_probs(batch)
-            return {}
+            arranged.batch["old_log_probs"] = rollout_log_probs(arranged)
+            return arranged, data, metrics
+
+        def meanwhile() -> None:
+            if scores_meanwhile:
+                metrics.update(self._score(batch, timer))
+
         section = self.config.actor_rollout_ref.rollout
         actor, estimator = self.config.actor_rollout_ref.actor, self.config.algorithm.adv_estimator
         needs_squares = actor.get("calculate_sum_pi_squared") or estimator in _NEED_SUM_PI_SQUARED
         tu.assign_non_tensor(data, calculate_sum_pi_squared=bool(needs_squares))
-        output = self._infer(self.actor_rollout_wg.compute_log_prob, data, section, timer, calculate_entropy=True)
+        output = self._infer(self.actor_rollout_wg.compute_log_prob, data, section, timer, True, meanwhile)
         tu.assign_non_tensor(data, calculate_sum_pi_squared=False)
+        if order is not None:
+            batch.reorder(order)
         for key in ("old_log_probs", *["sum_pi_squared"] * bool(needs_squares)):
             batch.batch[key] = output[key]
         mask = batch.batch["response_mask"].bool()
-        return {"actor/entropy": output["entropys"][mask].mean().item()}
+        return batch, data, metrics | {"actor/entropy": output["entropys"][mask].mean().item()}
 
     def _ref_log_probs(self, batch: DataProto, data: TensorDict, timer: PhaseTimer) -> None:
         section = self.config.actor_rollout_ref.ref
@@ -438,8 +468,13 @@ class RayPPOTrainer:
             dataloader_kwargs={"shuffle": actor.shuffle},
         )
         with timer.worker_call("update_actor") as seconds:
-            metrics, reported = worker_report(self.actor_rollout_wg.update_actor(data))
+            finish = self.actor_rollout_wg.update_actor.start(data)
+            # Sent along, so that the workers go from one to the other without waiting for this process.
+            finish_weights = self.actor_rollout_wg.update_weights.start(global_steps=self.global_steps + 1)
+            metrics, reported = worker_report(finish())
             seconds += reported
+        with timer.worker_call("update_weights") as seconds:
+            seconds.append(max(finish_weights()))
         return metrics
 
     def _validate(self) -> dict[str, float]:
