@@ -13,6 +13,7 @@ from verl.utils.config import did_you_mean, is_free_form
 # What a path in backticks or in a command begins with, if it is a path of this repository.
 TOP_LEVEL = ("verl", "tests", "scripts", "docs", "docker", "examples", "recipe", ".github", ".ci")
 _IN_TEXT = re.compile(rf"(?<![\w./$~{{-])(?:{'|'.join(map(re.escape, TOP_LEVEL))})/[\w./*<>-]*[\w*>/]")
+MADE = ("docs/_build/",)  # folders that commands write; git ignores them
 _ROOT_FILE = re.compile(r"[\w.-]+\.(?:md|txt|toml|py|yaml|sh)|LICENSE|\.pre-commit-config\.yaml")
 _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 _FENCE = re.compile(r"^( *)(```+|~~~+)([^\n]*)\n(.*?)^\1\2\s*$", re.MULTILINE | re.DOTALL)
@@ -78,7 +79,7 @@ def _named_files(source: str) -> Iterator[tuple[int, str]]:
         r"(?<=\]\()[^)\s]+|(?<=\]: )\S+", lambda match: " " * len(match[0]), source
     )  # links are checked apart
     for match in _IN_TEXT.finditer(source):
-        if not _exists(match[0]):
+        if not match[0].startswith(MADE) and not _exists(match[0]):
             yield _line(source, match.start()), f"names {match[0]}, which does not exist"
     for match in re.finditer(r"`([^`\n]+)`", _FENCE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source)):
         if _ROOT_FILE.fullmatch(match[1]) and not any(REPO_ROOT.glob(match[1])) and not _is_somewhere(match[1]):
