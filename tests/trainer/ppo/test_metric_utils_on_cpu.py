@@ -103,6 +103,17 @@ def test_validation_averages_samples_before_prompts_and_sources_apart():
     assert by_source["b"] == {"reward": {"mean@1": 0.25}}
 
 
+def test_a_row_without_a_value_changes_no_name_and_no_other_row():
+    def numbers(acc):
+        return process_validation_metrics(list("aaab"), ["p", "p", "q", "p"], {"reward": [1, 0, 1, 1], "acc": acc})
+
+    whole, partial = numbers([1, 0, 1, None]), numbers([1, None, None, None])
+    assert partial["a"].keys() == whole["a"].keys() and partial["a"]["acc"].keys() == whole["a"]["acc"].keys()
+    assert partial["a"]["acc"]["mean@2"] == 1.0 and whole["a"]["acc"]["mean@2"] == 0.75
+    assert set(whole["b"]) == {"reward"}
+    assert set(numbers([None] * 4)["a"]) == {"reward"}
+
+
 def test_accuracy_is_the_core_number_where_it_is_reported():
     flat = flatten_validation_metrics(
         {"a": {"reward": {"mean@1": 0.1}, "acc": {"mean@1": 0.2}}, "b": {"reward": {"mean@2": 0.3, "std@2": 0.4}}}

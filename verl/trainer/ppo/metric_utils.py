@@ -2,7 +2,7 @@
 """Numbers for the log, computed from a finished batch on the driver. All values are plain Python floats."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -152,11 +152,12 @@ def compute_throughout_metrics(batch: DataProto, timer: PhaseTimer, n_gpus: int)
 
 
 def _numeric_columns(infos: Mapping[str, Sequence[Any]], num_rows: int) -> dict[str, np.ndarray]:
-    """Columns that hold one number per row; others (texts, partial columns) have no mean."""
+    """Columns of numbers, with NaN in rows that have None; others (texts, columns of another length) have no mean."""
     columns = {}
     for name, values in infos.items():
-        if len(values) == num_rows and all(isinstance(v, int | float | np.number | np.bool_) for v in values):
-            columns[name] = np.asarray(values, dtype=np.float64)
+        given = [v for v in values if v is not None]
+        if given and len(values) == num_rows and all(isinstance(v, int | float | np.number | np.bool_) for v in given):
+            columns[name] = np.asarray([np.nan if v is None else v for v in values], dtype=np.float64)
     return columns
 
 
@@ -168,25 +169,29 @@ def process_validation_metrics(
     Args:
         data_sources: [N] source of each sample.
         sample_uids: [N] prompt of each sample; the samples of a prompt are averaged before prompts are.
-        infos: name -> [N] values; columns that are not numeric are left out. "reward" is expected among them.
+        infos: name -> [N] values; columns that are not numeric are left out, rows with None are left out of their
+            column's numbers. "reward" is expected among them.
 
     Returns:
         source -> variable -> {"mean@n", and for n > 1 samples "best@n", "worst@n", "std@n"}, n being the largest number
-        of samples of a prompt of that source.
+        of samples of a prompt of that source. A variable that no row of a source has is not there.
     """
     columns = _numeric_columns(infos, len(data_sources))
     rows: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows[str(source)][str(uid)].append(row)
-    return {
+    by_source = {
         source: {name: _over_prompts(values, groups.values()) for name, values in columns.items()}
         for source, groups in rows.items()
     }
+    return {source: {name: found for name, found in named.items() if found} for source, named in by_source.items()}
 
 
-def _over_prompts(values: np.ndarray, groups: Iterable[list[int]]) -> dict[str, float]:
-    samples = [values[group] for group in groups]
-    n = max(len(s) for s in samples)
+def _over_prompts(values: np.ndarray, groups: Collection[list[int]]) -> dict[str, float]:
+    n = max(len(group) for group in groups)  # of all samples: a row without a value must not change the names
+    samples = [s for s in (values[group][~np.isnan(values[group])] for group in groups) if len(s)]
+    if not samples:
+        return {}
     result = {f"mean@{n}": float(np.mean([s.mean() for s in samples]))}
     if n > 1:
         result[f"std@{n}"] = float(np.mean([s.std(ddof=1) if len(s) > 1 else 0.0 for s in samples]))

@@ -3,15 +3,16 @@
 
 import json
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.ppo.batching import prompt_batch
 from verl.trainer.ppo.metric_utils import flatten_validation_metrics, process_validation_metrics
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import compute_reward, reward_metrics
 
+OWN_COLUMNS = ("uid", "data_source", "reward", "prompts", "responses")
 PROMPT_KEYS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -47,25 +48,39 @@ def validate(
 
     Returns:
         (metrics for the log, columns of all samples: uid, data_source, reward, the reward function's extra columns, and
-        prompts, responses as token ids without padding).
+        prompts, responses as token ids without padding; None where a row has no value for an extra column). Rows that
+        could not be scored are counted in the metrics, if the reward manager counts them: val-aux/reward/...
     """
     columns: dict[str, list] = defaultdict(list)
+    failures: Counter[str] = Counter()
     for number, rows in enumerate(batches):
         batch = prompt_batch(rows, n, uid_prefix=str(number))
         batch = generate(actor_wg, batch, meta_info | {"validate": True})
         scores, extras = compute_reward(batch, reward_fn)
+        failures.update(reward_metrics(reward_fn))
+        done = len(columns["uid"])
         columns["uid"] += batch.non_tensor_batch["uid"].tolist()
         columns["data_source"] += batch.non_tensor_batch["data_source"].tolist()
         columns["reward"] += scores.sum(-1).tolist()
-        for name, values in extras.items():
-            if name not in ("uid", "data_source", "reward"):
-                columns[name] += list(values)
         prompts, responses = token_lists(batch)
         columns["prompts"] += prompts
         columns["responses"] += responses
+        for name, values in extras.items():
+            if name not in OWN_COLUMNS:
+                columns[name] = columns.get(name, [None] * done) + list(values)
+        for values in columns.values():  # a batch need not have the extra columns of another
+            values += [None] * (len(columns["uid"]) - len(values))
     numbers = {name: values for name, values in columns.items() if name not in ("uid", "prompts", "responses")}
     by_source = process_validation_metrics(columns["data_source"], columns["uid"], numbers)
-    return flatten_validation_metrics(by_source), dict(columns)
+    return flatten_validation_metrics(by_source) | _failure_metrics(failures, len(columns["uid"])), dict(columns)
+
+
+def _failure_metrics(counts: Mapping[str, float], rows: int) -> dict[str, float]:
+    """Counts of the reward manager, summed over batches, under names for the log; none if it does not count."""
+    found = {name: counts[name] for name in ("reward/num_failures", "reward/num_timeouts") if name in counts}
+    if found:
+        found["reward/failed_share"] = sum(found.values()) / max(rows, 1)
+    return {f"val-aux/{name}": float(value) for name, value in found.items()}
 
 
 def token_lists(batch: DataProto) -> tuple[list[list[int]], list[list[int]]]:

@@ -79,7 +79,8 @@ class RewardManager(ABC):
         Returns:
             float32 [B, R] with each score at the response's last token (an empty response: at its first place); with
             `return_dict`, {"reward_tensor": that, "reward_extra_info": dict of lists of length B}. A row without a
-            value for some extra info has None there.
+            value for some extra info has None there; a row that could not be scored has `acc` 0 if others of its
+            data source have one.
 
         Raises:
             ValueError: a column is missing.
@@ -107,6 +108,10 @@ class RewardManager(ABC):
         if not return_dict:
             return reward_tensor
         names = dict.fromkeys(name for result in results for name in result)
+        with_accuracy = {call["data_source"] for call, result in zip(calls, results, strict=True) if "acc" in result}
+        for i in faults:  # what counts 0 as a score is no correct answer either
+            if calls[i]["data_source"] in with_accuracy:
+                results[i]["acc"] = 0.0
         has_extra = len(names) > 1
         extra = {name: [result.get(name) for result in results] for name in names} if has_extra else {}
         return {"reward_tensor": reward_tensor, "reward_extra_info": extra}
