@@ -184,7 +184,8 @@ def build(folder: str, layout: dict[str, int], dtype: str, has_mtp: bool, trust_
     apply_patches()
     from megatron.core.utils import unwrap_model
 
-    config = McoreEngineConfig(**layout, use_distributed_optimizer=False, forward_only=True)
+    settings: dict[str, Any] = dict(layout)
+    config = McoreEngineConfig(**settings, use_distributed_optimizer=False, forward_only=True)
     initialize_model_parallel(config)
     bridge = load_bridge(folder, trust_remote_code)
     kind = getattr(torch, dtype)

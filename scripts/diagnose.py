@@ -78,7 +78,9 @@ def _numbers(version: str) -> list[int]:
 def satisfies(version: str, specifier: str) -> bool:
     """Whether a release number fits parts such as ``>=1.2``; a local part (``+cu130``) is ignored."""
     for part in filter(None, (part.strip() for part in specifier.split(","))):
-        operator, wanted = re.fullmatch(r"(==|>=|<=|<|>)\s*(\S+)", part).groups()
+        match = re.fullmatch(r"(==|>=|<=|<|>)\s*(\S+)", part)
+        assert match, specifier
+        operator, wanted = match.groups()
         have, want = _numbers(version), _numbers(wanted)
         fits = {"==": have == want, ">=": have >= want, "<=": have <= want, "<": have < want, ">": have > want}
         if not fits[operator]:
@@ -152,7 +154,8 @@ def _ask_torch() -> tuple[dict, str]:
 
 def device_lines() -> tuple[list[str], list[str]]:
     """(what torch and the driver see, the problems)."""
-    lines, problems = [], []
+    lines: list[str] = []
+    problems: list[str] = []
     driver = _run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"], timeout=30)
     lines += [f"driver   {line}" for line in driver.splitlines()] if driver else ["driver   nvidia-smi finds none"]
     if importlib.util.find_spec("torch") is None:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's, whatever the environment has installed
 
-from verl.utils.config import compose_config, did_you_mean, explain_hydra_error, flatten  # noqa: E402
+from verl.utils.config import compose_config, did_you_mean, explain_hydra_error, flatten, to_tree  # noqa: E402
 
 CONFIG_NAMES = ("ppo_trainer", "sft_trainer_engine", "generation", "evaluation")
 
@@ -20,7 +20,7 @@ def accepted_keys() -> str:
     """Each config's keys with their defaults, one a line, interpolations as written."""
     lines = []
     for name in CONFIG_NAMES:
-        tree = OmegaConf.to_container(compose_config(name))
+        tree = to_tree(compose_config(name), resolve=False)
         lines += [f"{name}: {key} = {value!r}" for key, value in sorted(flatten(tree).items())]
     return "\n".join(lines) + "\n"
 

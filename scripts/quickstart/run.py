@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def main() -> None:
     seconds: dict[str, float] = {}
 
     @contextmanager
-    def phase(name: str):
+    def phase(name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
         seconds[name] = time.perf_counter() - start

@@ -28,7 +28,7 @@ def test_the_other_name_of_the_ppo_config_is_known(capsys):
         (["--kyes"], "--kyes is no config. Did you mean --keys?"),
         ([], "name a config: ppo_trainer,"),
         (["ppo_trainer", "trainer.nnode=3"], "trainer.nnode is not a key of ppo_trainer. Did you mean trainer.nnodes?"),
-        (["ppo_trainer", "trainer.nnodes"], "Error parsing override 'trainer.nnodes'"),
+        (["ppo_trainer", "trainer.nnodes"], "trainer.nnodes cannot be read"),
         (["ppo_trainer", "+trainer.nnodes=3"], "+trainer.nnodes adds a key that is already there"),
         (["ppo_trainer", "model_engine=fsdp"], "model_engine=fsdp is not available; choose one of: megatron"),
     ],

@@ -10,6 +10,7 @@ the parameter it belongs to, so that no second copy of the model, nor of one lay
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -113,7 +114,8 @@ def _build_plan(model: nn.Module) -> dict[str, _Slot]:
     for name, tensor in state.items():
         owner_of_storage.setdefault(tensor.untyped_storage().data_ptr(), name)
     slots = {}
-    for hub_name, view in revert_weight_conversion(model, dict(state)).items():
+    pretrained: Any = model  # one of transformers'
+    for hub_name, view in revert_weight_conversion(pretrained, dict(state)).items():
         owner = owner_of_storage.get(view.untyped_storage().data_ptr())
         if owner is None:
             raise ValueError(

@@ -47,7 +47,8 @@ class ResumableLoader:
         num_workers: int = 0,
         shard: tuple[int, int] = (0, 1),
     ):
-        if not isinstance(dataset, Sized) or len(dataset) < batch_size:
+        assert isinstance(dataset, Sized)
+        if len(dataset) < batch_size:
             raise ValueError(
                 f"data.train_batch_size={batch_size} is more than the {len(dataset)} rows of the training data; "
                 f"the largest possible value is {len(dataset)}"
@@ -135,6 +136,7 @@ def _end_with_trainer(worker_id: int) -> None:
     lives as long as they do.
     """
     trainer = multiprocessing.parent_process()
+    assert trainer is not None  # a reader was forked by something
 
     def wait() -> None:
         trainer.join()  # a pipe that closes with it

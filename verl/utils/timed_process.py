@@ -66,12 +66,13 @@ class TimedProcess:
         A child that cannot be started, or that dies in the call, gives an outcome with a RuntimeError.
         """
         try:
-            self._start()
-            self._pipe.send(kwargs)
-            if not self._pipe.poll(timeout):
+            pipe = self._start()
+            pipe.send(kwargs)
+            if not pipe.poll(timeout):
                 self.close()
                 return Outcome(timed_out=True)
-            return self._pipe.recv()
+            outcome: Outcome = pipe.recv()
+            return outcome
         except (EOFError, OSError) as error:
             self._process.join(timeout=5)
             code = self._process.exitcode
@@ -86,12 +87,14 @@ class TimedProcess:
         if self._process is not None:
             self._process.kill()
             self._process.join()
+        if self._pipe is not None:
             self._pipe.close()
-            self._process = self._pipe = None
+        self._process = self._pipe = None
 
-    def _start(self) -> None:
-        if self._process is not None:
-            return
+    def _start(self) -> Connection:
+        """The pipe to the child, which is started if there is none."""
+        if self._pipe is not None:
+            return self._pipe
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, self._pickled), daemon=True)
@@ -102,6 +105,7 @@ class TimedProcess:
         ready = self._pipe.recv()
         if ready.error is not None:
             raise ready.error
+        return self._pipe
 
 
 def _serve(pipe: Connection, pickled: bytes) -> None:

@@ -8,6 +8,7 @@ other families.
 import os
 import shutil
 import string
+from collections.abc import Callable
 from typing import Any
 
 __all__ = [
@@ -294,7 +295,7 @@ def save_tiny_mimo(
 
 
 # Family on the command line of scripts/init_random_model.py -> what writes it.
-FAMILIES = {
+FAMILIES: dict[str, Callable[..., str]] = {
     "qwen3_moe": save_tiny_qwen3_moe,
     "qwen2": save_tiny_qwen2,
     "qwen3": save_tiny_qwen3,

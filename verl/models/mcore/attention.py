@@ -153,11 +153,12 @@ class LocalCoreAttention(MegatronModule):
         """
         if packed_seq_params is None:
             rows = query.shape[1]
-            out = self._packed(*(x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)), self._dense_plan(query))
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            out = self._packed(q, k, v, self._dense_plan(query))
             return out.reshape(rows, -1, out.shape[-1]).transpose(0, 1)
         plan = getattr(packed_seq_params, "plan", None) or self._plan_of(packed_seq_params)
-        flat = [x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value)]
-        return self._packed(*flat, plan).reshape(query.shape[0], -1)
+        q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        return self._packed(q, k, v, plan).reshape(query.shape[0], -1)
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         heads, width = query.shape[1:]

@@ -57,4 +57,5 @@ def get_rollout_class(rollout_name: str, mode: str = "sync") -> type[BaseRollout
     if mode not in _MODES:
         raise ValueError(f"rollout.mode={mode!r} is not known; known: {', '.join(_MODES)}")
     module, _, name = _ROLLOUTS[rollout_name].rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    found: type[BaseRollout] = getattr(importlib.import_module(module), name)
+    return found

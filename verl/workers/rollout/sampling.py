@@ -27,7 +27,7 @@ class SamplingParams:
     top_p: float = 1.0
     do_sample: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or a positive number")
         if self.top_k < -1 or self.top_k != int(self.top_k):
