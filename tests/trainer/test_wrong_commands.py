@@ -7,6 +7,7 @@ tests/trainer/ppo.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((folder / "model" / name).read_bytes())
+    for name in ("odd", "cut"):
+        shutil.copytree(folder / "model", folder / name)
+    config = json.loads((folder / "odd" / "config.json").read_text())
+    (folder / "odd" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
     pd.DataFrame([row() for _ in range(64)]).to_parquet(folder / "good.parquet")
     pd.DataFrame([row() for _ in range(4)]).to_parquet(folder / "short.parquet")
     pd.DataFrame([row(source="nobody") for _ in range(64)]).to_parquet(folder / "unknown.parquet")
@@ -117,6 +124,16 @@ WRONG = {
         ["trainer.default_local_dir=/proc/nope"],
         ["trainer.default_local_dir", "/proc/nope"],
     ),
+    "layers that do not divide": (
+        [f"{A}.actor.megatron.pipeline_model_parallel_size=2", f"{A}.model.path={{files}}/odd"],
+        ["pipeline_model_parallel_size=2", "3 layers", "use 1 or 3"],
+    ),
+    "unknown field of the transformer": (
+        [f"+{A}.actor.megatron.override_transformer_config.moe_z_loss_coef=0.1"],
+        ["moe_z_loss_coef=0.1", "Did you mean moe_z_loss_coeff?"],
+    ),
+    "weights cut off": ([f"{A}.model.path={{files}}/cut"], ["cut", "model.safetensors is cut off"]),
+    "a number for a whole group": (["data=5"], ["data=5", "KEY.NAME=VALUE"]),
     "not a number": (["data.train_batch_size=many"], ["train_batch_size", "many"]),
 }
 

@@ -57,7 +57,11 @@ def _check_gdpo(tree: Mapping) -> list[str]:
             "algorithm.adv_estimator='gdpo' needs algorithm.gdpo_reward_keys, the names of the rewards that the reward "
             "function returns, for instance \"['accuracy','format']\""
         )
-    elif weights is not None and len(weights) != len(keys):
+    elif weights is not None and (
+        not isinstance(weights, list)
+        or len(weights) != len(keys)
+        or any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in weights)
+    ):
         errors.append(
             f"algorithm.gdpo_reward_weights={weights} must hold a number for each of algorithm.gdpo_reward_keys={keys}"
         )

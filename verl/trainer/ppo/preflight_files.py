@@ -161,7 +161,9 @@ def _nearest_file(path: Path) -> str:
 def check_num_rows(key: str, files: Iterable[DataFile], max_samples: int, batch_key: str, batch_size: int) -> list[str]:
     """Whether the files hold at least one batch."""
     num_rows = sum(file.num_rows for file in files)
-    if 0 <= max_samples < num_rows:
+    if max_samples == 0:
+        return []  # said where the values are checked
+    if 0 < max_samples < num_rows:
         num_rows = max_samples
     if num_rows >= batch_size:
         return []

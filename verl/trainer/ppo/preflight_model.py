@@ -192,7 +192,7 @@ def _check_pipeline(facts: ModelFacts, path: str, engine: Mapping, overrides: Ma
     """Layers over pipeline stages, and those of a stage over its virtual stages."""
     pp, vpp = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"]
     layers = overrides.get("num_layers") or facts.number("num_hidden_layers")
-    if vpp == 1:
+    if vpp == 1 and pp > 1:
         return [
             f"{path}.virtual_pipeline_model_parallel_size=1 is no division; set it to null, or to 2 or more chunks of "
             "layers on each stage"

@@ -55,6 +55,7 @@ _RULES: dict[str, dict[str, tuple[str, Callable[[Any], bool]]]] = {
         "trainer.critic_warmup": _at_least(0),
         f"{_ACTOR}.loss_scale_factor": _ABOVE_0,
         f"{_ACTOR}.kl_loss_coef": _at_least(0),
+        "algorithm.kl_ctrl.kl_coef": _at_least(0),
         "actor_rollout_ref.model.mtp.mtp_loss_scaling_factor": _at_least(0),
         **{f"{_ACTOR}.optim.{name}": rule for name, rule in _OPTIM.items()},
     },
@@ -95,7 +96,9 @@ def _problems(tree: Mapping, config_name: str) -> Iterator[str]:
     for key, value in flatten(tree).items():
         numbers = [number for number in (value if isinstance(value, list) else [value]) if isinstance(number, float)]
         is_idle = key.startswith("critic.") and not has_critic
-        if not (all(map(math.isfinite, numbers)) or is_free_form(key) or is_idle):
+        # What is handed on may be without a limit.
+        wrong = any(map(math.isnan, numbers)) if is_free_form(key) else not all(map(math.isfinite, numbers))
+        if wrong and not is_idle:
             yield f"{key}={value!r} is not a finite number"
     for key in _TEXTS[config_name]:
         value = get(tree, key)
@@ -123,6 +126,9 @@ def _engine_and_optimizer(tree: Mapping, config_name: str, has_critic: bool) -> 
                 f"{engine}.use_distributed_optimizer=True keeps its gradients in float32, and {engine}.dtype="
                 "'float64'; set it to False"
             )
+        node = f"{optim.removesuffix('optim')}checkpoint.save_contents"
+        if get(tree, node) == [] and get(tree, "trainer.save_freq") > 0:
+            yield f"{node}=[] makes checkpoints of nothing; name parts, or set trainer.save_freq=-1"
         start, rate = get(tree, f"{optim}.lr_warmup_init"), get(tree, f"{optim}.lr")
         if isinstance(start, int | float) and isinstance(rate, int | float) and start > rate:
             yield f"{optim}.lr_warmup_init={start!r} is above {optim}.lr={rate!r}, to which the rate warms up"
@@ -148,7 +154,7 @@ def without_followers(errors: list[str], tree: Mapping, config_name: str) -> lis
     def repeats(key: str) -> bool:
         other, seen = followers.get(key), get(tree, key)
         while other is not None:
-            if other in begun and get(tree, other) == seen:
+            if other in begun and repr(get(tree, other)) == repr(seen):  # nan differs from itself
                 return True
             other = followers.get(other)
         return False
