@@ -243,12 +243,13 @@ def test_the_argument_that_hydra_refuses() -> None:
     class Unread(Exception):
         override = "b=[1"
 
-    arguments = ["trainer.x=1", "+c.d=2", "b=[1", "model_engine=dp", "trainer.dry_run=True"]
+    arguments = ["trainer.x=1", "+c.d=2", "b=[1", "model_engine=dp", "data=3", "trainer.dry_run=True"]
     cases: list[tuple[Exception, Any]] = [
         (Exception("Could not override 'trainer.x'.\nKey 'x' is not in struct"), "trainer.x=1"),
         (Exception("Could not append to config. An item is already at 'c.d'."), "+c.d=2"),
         (Exception("In 'ppo_trainer': Could not find 'model_engine/dp'"), "model_engine=dp"),
         (Unread("no viable alternative"), "b=[1"),
+        (Exception("data=3 trainer=4: a whole group of keys takes no number"), "data=3"),
         (Exception("something else"), None),
     ]
     assert [guilty_argument(error, arguments) for error, _ in cases] == [argument for _, argument in cases]

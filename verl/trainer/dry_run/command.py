@@ -116,7 +116,7 @@ def _dry_run(prepare: Callable, config_name: str, request: Request) -> None:
             refused.append(explain_hydra_error(error, config_name, tables.MOVED))
             if guilty is None:
                 break
-            arguments = [argument for argument in arguments if argument is not guilty]
+            arguments = [argument for argument in arguments if argument != guilty]
         else:
             if not configs:
                 return  # hydra has answered itself: --help, --cfg
@@ -134,7 +134,9 @@ def guilty_argument(error: Exception, arguments: Sequence[str]) -> str | None:
             names = (key, argument, f"{key}/{argument.partition('=')[2]}")
             if ("=" in argument or argument.startswith("~")) and key != KEY and named in names:
                 return argument
-    return None
+    # Several may have been meant; what is still wrong without the first of them is found next.
+    first = str(error).split(" ", 1)[0].rstrip(":")
+    return first if first in arguments else None
 
 
 def _report_and_exit(config: DictConfig | None, config_name: str, refused: Sequence[str], as_json: bool) -> None:

@@ -166,7 +166,7 @@ def ppo_roles(tree: Mapping) -> tuple[str, ...]:
     """What every process of a PPO run holds."""
     roles = ["its share of the actor, which is trained"]
     if uses_reference(tree):
-        roles.append("its share of the reference model (the actor's first weights, frozen)")
+        roles.append("its share of the reference model (the weights of model.path, frozen)")
     if uses_critic(tree):
         roles.append("its share of the critic, which is trained")
     name = get(tree, "actor_rollout_ref.rollout.name")

@@ -19,6 +19,7 @@ process exits with 2. ``prepare`` may return a function of no arguments, which i
 import functools
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -157,7 +158,7 @@ def call_with_config(job: Callable[[DictConfig], Any], config_name: str) -> None
         if entered:
             raise
         # Hydra takes a key without a dot for one of its groups, and its number for a fault of the program's.
-        bare = [argument for argument in sys.argv[1:] if "." not in argument.partition("=")[0]]
+        bare = [argument for argument in sys.argv[1:] if not re.search("[./]", argument.partition("=")[0])]
         raise HydraException(
             f"{' '.join(bare)}: a whole group of keys takes no number; write KEY.NAME=VALUE"
         ) from error
