@@ -54,6 +54,7 @@ TWINS: dict[str, Callable[[str], str]] = {
     "examples/grpo_trainer/run_qwen3_8b_megatron.sh": tiny_model.save_tiny_qwen3,
     "recipe/moe_cp/run_qwen3_30b_a3b_cp4_megatron.sh": tiny_model.save_tiny_qwen3_moe,
     "examples/mtp_trainer/run_mimo_7b_grpo_megatron.sh": tiny_model.save_tiny_mimo,
+    "examples/mtp_trainer/run_mimo_7b_sft_megatron.sh": tiny_model.save_tiny_mimo,
     "examples/sft/run_moonlight_16b_a3b_megatron.sh": tiny_model.save_tiny_deepseek_v3,
 }
 

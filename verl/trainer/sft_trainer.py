@@ -245,7 +245,11 @@ class SFTTrainer:
         metrics = reduce_metrics(tu.get_non_tensor_data(output, "metrics", None) or {}) if output is not None else {}
         seconds = perf_counter() - start
         metrics.pop("worker_seconds", None)
-        named = {f"train/{name.rsplit('/', 1)[-1]}": value for name, value in metrics.items()}
+        # Of mtp/loss the last part would be the main loss's name.
+        named = {
+            name if name.startswith("mtp/") else f"train/{name.rsplit('/', 1)[-1]}": value
+            for name, value in metrics.items()
+        }
         return named | {
             "train/global_tokens": num_tokens,
             "train/tokens_per_s": num_tokens / seconds,
