@@ -79,6 +79,17 @@ def in_world(rank: int, world: int, path: str, root: str) -> dict[str, Any]:
         results["whole", source, target] = loaded, largest_difference(update(worker), going_on[source])
         reset_megatron_state()
 
+    # In bfloat16 both kinds of optimizer keep float32 weights, under names of their own.
+    worker = build(path, "plain", dtype="bfloat16")
+    update(worker)
+    worker.save_checkpoint(f"{root}/bfloat16")
+    uninterrupted = update(worker)
+    reset_megatron_state()
+    worker = build(path, "distributed", dtype="bfloat16")
+    worker.load_checkpoint(f"{root}/bfloat16")
+    results["bfloat16"] = largest_difference(update(worker), uninterrupted)
+    reset_megatron_state()
+
     fresh = update(build(f"{root}/hf", "distributed"))
     results["a fresh optimizer differs"] = largest_difference(fresh, going_on["distributed"])
     reset_megatron_state()
@@ -120,6 +131,11 @@ def test_the_optimizer_state_fits_every_layout_and_kind_of_optimizer(by_rank: li
     for pair, (loaded, updated) in pairs.items():
         assert loaded == 0, pair
         assert updated < 1e-3 * LR, (pair, updated)
+
+
+@pytest.mark.gloo
+def test_float32_weights_of_a_bfloat16_model_are_found_under_either_name(by_rank: list[dict[Any, Any]]) -> None:
+    assert by_rank[0]["bfloat16"] == 0
 
 
 @pytest.mark.gloo

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from verl.utils.checkpoint.dist_weights import cause, dist_checkpoint_problem, sharded_model_state
-from verl.utils.checkpoint.optimizer_state import requested_state, restore_steps, sharded_entries
+from verl.utils.checkpoint.optimizer_state import requested_state, restore_steps, stored_names
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -122,7 +122,7 @@ def _load(state: dict[str, Any], folder: str, contents: list[str]) -> dict[str, 
         raise ValueError(f"{folder}: {problem}")
     stored = dist_checkpointing.load_tensors_metadata(folder)
     request = requested_state(state.pop("optimizer"), stored) if "optimizer" in contents else {}
-    absent = sorted({entry.key for entry in sharded_entries([state, request])} - set(stored))
+    absent = sorted(stored_names([state, request]) - set(stored))
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, absent)
     names = sorted({name for names in everywhere for name in names})

@@ -15,22 +15,33 @@ from typing import Any
 
 import torch
 
-__all__ = ["requested_state", "restore_steps", "sharded_entries"]
+__all__ = ["requested_state", "restore_steps", "stored_names"]
 
 # Names that one tensor goes by: the distributed optimizer's main weights, those of the plain mixed-precision optimizer,
 # and the parameter, which is its own main weight with the plain optimizer in float32.
 _MAIN = re.compile(r"^optimizer\.state\.(?:fp32_)?param\.(.*)$")
 
 
-def sharded_entries(state: Any) -> Iterator[Any]:
-    """The tensors in a (nested) sharded state, as descriptions that have a ``key``."""
+def stored_names(state: Any) -> set[str]:
+    """The names in a checkpoint of all tensors of a (nested) sharded state."""
+    return {name for entry in _entries(state) for name in _names(entry)}
+
+
+def _names(entry: Any) -> list[str]:
+    if not hasattr(entry, "build"):
+        return [entry.key]
+    # A parameter that is stored in parts, such as the two halves of a gated layer; a part may have a name of its own.
+    return [part.key for part in _entries(entry.build())]
+
+
+def _entries(state: Any) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     if isinstance(state, ShardedTensor | ShardedTensorFactory):
         yield state
     elif isinstance(state, dict | list):
         for value in state.values() if isinstance(state, dict) else state:
-            yield from sharded_entries(value)
+            yield from _entries(value)
 
 
 def requested_state(state: Any, stored: dict[str, Any]) -> Any:
@@ -40,15 +51,17 @@ def requested_state(state: Any, stored: dict[str, Any]) -> Any:
         state: made with ``is_loading=True``. Its values that are no tensors come back from the load as they are now.
         stored: the checkpoint's tensors by name; their ``dtype`` is looked at.
     """
-    for entry in sharded_entries(state):
+    for entry in _entries(state):
         match = _MAIN.match(entry.key)
-        if match is None or entry.key in stored:
+        if match is None:
             continue
-        name = match.group(1)
-        others = [f"optimizer.state.param.{name}", f"optimizer.state.fp32_param.{name}"]
-        if name in stored and stored[name].dtype == torch.float32:
-            others.append(name)
-        entry.key = next((other for other in others if other in stored), entry.key)
+        own, name = entry.key, match.group(1)
+        for entry.key in (own, f"optimizer.state.param.{name}", f"optimizer.state.fp32_param.{name}", name):
+            found = [stored.get(part) for part in _names(entry)]
+            if all(part is not None and part.dtype == torch.float32 for part in found):
+                break
+        else:
+            entry.key = own
     return _kept(state)
 
 
