@@ -19,8 +19,10 @@ export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 export RAY_USAGE_STATS_ENABLED=0 RAY_DEDUP_LOGS=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 
-"$VENV/bin/python" -m ruff check . && "$VENV/bin/python" -m ruff format --check . && "$VENV/bin/python" -m mypy
-lint=$?
+lint=0
+"$VENV/bin/python" -m ruff check . || lint=$?
+"$VENV/bin/python" -m ruff format --check . || lint=$?
+"$VENV/bin/python" -m mypy || lint=$?
 "$VENV/bin/python" -m pytest "$@"
 tests=$?
 
