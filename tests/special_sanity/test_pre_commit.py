@@ -43,7 +43,7 @@ def test_lint_is_that_of_the_test_command():
     entries = {hook["id"]: hook["entry"] for hook in HOOKS}
     assert "-m ruff check ." in script and " -m ruff check " in entries["ruff"]
     assert "-m ruff format --check ." in script and entries["ruff-format"].endswith(" -m ruff format .")
-    assert "-m mypy\n" in script and entries["mypy"].endswith(" -m mypy")
+    assert "-m mypy ||" in script and entries["mypy"].endswith(" -m mypy")
 
 
 SETTINGS = tomllib.loads((REPO_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
