@@ -99,3 +99,9 @@ def split_vocabulary(rank: int, world_size: int) -> tuple[float, float]:
 def test_two_ranks_with_half_a_vocabulary_each() -> None:
     errors = run_world(split_vocabulary, 2)
     assert max(error for pair in errors for error in pair) < 1e-14
+
+
+def test_the_entropy_alone_matches_torch() -> None:
+    logits, labels, *_ = example(torch.float64)
+    got = tensor_parallel.vocab_parallel_entropy(logits, temperature=0.7, vocab_size=VOCAB)
+    assert torch.allclose(got, reference(logits, labels, 0.7)[1], atol=1e-14)
