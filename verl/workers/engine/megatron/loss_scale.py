@@ -183,6 +183,4 @@ def check_per_token_loss_guards(
             f"model.use_remove_padding=False with calculate_per_token_loss=True; set use_remove_padding=True, {opt_in}"
         )
     if loss_agg_mode == "seq-mean-token-mean":
-        raise ValueError(
-            f"loss_agg_mode={loss_agg_mode} with calculate_per_token_loss=True; use token-mean, {opt_in}"
-        )
+        raise ValueError(f"loss_agg_mode={loss_agg_mode} with calculate_per_token_loss=True; use token-mean, {opt_in}")
