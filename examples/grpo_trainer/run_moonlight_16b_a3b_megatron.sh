@@ -8,29 +8,29 @@
 #   bash examples/grpo_trainer/run_moonlight_16b_a3b_megatron.sh
 #   bash examples/grpo_trainer/run_moonlight_16b_a3b_megatron.sh trainer.dry_run=True   what it would do, without a GPU
 #
-# GPUs:   16 of 80 GB (two machines)
-# Layout: TP=2 x CP=2 x DP=4, experts EP=8 x ETP=1 x expert-DP=2. Its 27 layers do not divide into 2 or 4 pipeline
+# GPUs:   8 of 80 GB (one machine)
+# Layout: TP=2 x CP=2 x DP=2, experts EP=8 x ETP=1 x expert-DP=1. Its 27 layers do not divide into 2 or 4 pipeline
 #         stages
 # Regime: calculate_per_token_loss off; the engine weighs router losses by tokens itself, so that with it on the
 #         gradient is the same
-# Memory: 57.8 GiB a GPU at most, in the update, 29.7 GiB of it the rollout's copy of the model: an estimate of the
+# Memory: 42.9 GiB a GPU at most, in generation, 29.7 GiB of it the rollout's copy of the model: an estimate of the
 #         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Host:   455 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
+#         optimizer state while they do not
 # Curve:  not measured
 #
 # Rollout: hf, the only one here: every GPU holds a whole bfloat16 copy of the model and generates with transformers,
-# token by token. It is slow, and the copy stays on the GPU while the others train.
+# token by token. It is slow, and the copy waits in host memory while the others train.
 # Tokenizer: Moonlight's is Python code in its folder, hence trust_remote_code. The same key would make transformers
 # take the folder's model code, written for transformers 4: remove auto_map from its config.json (not from
 # tokenizer_config.json), so that the DeepSeek-V3 of transformers 5 generates. Untested with the real folder; a tiny
 # model of the same architecture trains two steps in the tests.
-# Several machines: `ray start --head` on the first, `ray start --address=FIRST:6379` on the others, then this script
-# once, with RAY_ADDRESS=auto.
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
 #   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (moonshotai/Moonlight-16B-A3B-Instruct)
 #   TRAIN_FILES      training rows ($HOME/data/gsm8k/train.parquet)
 #   VAL_FILES        held-out rows ($HOME/data/gsm8k/test.parquet)
-#   NNODES           machines of the Ray cluster (2)
+#   NNODES           machines of the Ray cluster (1)
 #   N_GPUS_PER_NODE  GPUs of each machine (8)
 #   OUT              checkpoints and metrics (checkpoints/grpo_moonlight_16b_a3b)
 set -euo pipefail
@@ -39,7 +39,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 MODEL_PATH="${MODEL_PATH:-moonshotai/Moonlight-16B-A3B-Instruct}"
 TRAIN_FILES="${TRAIN_FILES:-$HOME/data/gsm8k/train.parquet}"
 VAL_FILES="${VAL_FILES:-$HOME/data/gsm8k/test.parquet}"
-NNODES="${NNODES:-2}"
+NNODES="${NNODES:-1}"
 N_GPUS_PER_NODE="${N_GPUS_PER_NODE:-8}"
 OUT="${OUT:-checkpoints/grpo_moonlight_16b_a3b}"
 

@@ -10,12 +10,14 @@
 # GPUs:   8 of 80 GB (one machine)
 # Layout: TP=2 x CP=2 x DP=2; a micro-batch holds up to 2 x 8192 tokens, half of each sequence on either context rank
 # Regime: calculate_per_token_loss off, as by default; with it on the gradient is the same
-# Memory: 49.1 GiB a GPU at most, in the update, 14.2 GiB of it the rollout's copy of the model: an estimate of the
-#         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Memory: 34.8 GiB a GPU at most, in the update: an estimate of the dry run, not measured on a GPU. Without the CUDA
+#         context, NCCL's buffers and fragmentation
+# Host:   312 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
+#         optimizer state while they do not
 # Curve:  not measured
 #
 # Rollout: hf, the only one here: every GPU holds a whole bfloat16 copy of the model and generates with transformers,
-# token by token. It is slow, and the copy stays on the GPU while the others train.
+# token by token. It is slow, and the copy waits in host memory while the others train.
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
 #   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (Qwen/Qwen2.5-7B-Instruct)

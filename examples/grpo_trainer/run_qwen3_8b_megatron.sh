@@ -12,12 +12,14 @@
 # Layout: TP=2 x CP=4 x DP=1; a micro-batch holds up to 4 x 4096 tokens, a quarter of each sequence on every context
 #         rank
 # Regime: calculate_per_token_loss on: Megatron divides by the routed tokens of the whole step
-# Memory: 51.2 GiB a GPU at most, in the update, 15.3 GiB of it the rollout's copy of the model: an estimate of the
+# Memory: 36.1 GiB a GPU at most, in generation, 15.3 GiB of it the rollout's copy of the model: an estimate of the
 #         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Host:   275 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
+#         optimizer state while they do not
 # Curve:  not measured
 #
 # Rollout: hf, the only one here: every GPU holds a whole bfloat16 copy of the model and generates with transformers,
-# token by token. It is slow, and the copy stays on the GPU while the others train.
+# token by token. It is slow, and the copy waits in host memory while the others train.
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
 #   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (Qwen/Qwen3-8B)

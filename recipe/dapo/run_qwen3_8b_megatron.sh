@@ -8,25 +8,25 @@
 #   bash recipe/dapo/run_qwen3_8b_megatron.sh
 #   bash recipe/dapo/run_qwen3_8b_megatron.sh trainer.dry_run=True   what it would do, without a GPU
 #
-# GPUs:   16 of 80 GB (two machines)
-# Layout: TP=2 x CP=4 x DP=2; a micro-batch holds up to 4 x 4096 tokens, a quarter of each sequence on every context
+# GPUs:   8 of 80 GB (one machine)
+# Layout: TP=2 x CP=4 x DP=1; a micro-batch holds up to 4 x 4096 tokens, a quarter of each sequence on every context
 #         rank
 # Regime: calculate_per_token_loss off, as by default; with it on the gradient is the same
-# Memory: 45.5 GiB a GPU at most, in the update, 15.3 GiB of it the rollout's copy of the model: an estimate of the
+# Memory: 36.1 GiB a GPU at most, in generation, 15.3 GiB of it the rollout's copy of the model: an estimate of the
 #         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Host:   275 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
+#         optimizer state while they do not
 # Curve:  not measured with this model. The same recipe on two CPU cores with a tiny model:
 #         run_tiny_qwen3_moe_megatron.sh, held-out accuracy 0.41 to 0.82 in 40 steps
 #
 # Rollout: hf, the only one here: every GPU holds a whole bfloat16 copy of the model and generates with transformers,
-# token by token. It is slow, and the copy stays on the GPU while the others train.
-# Several machines: `ray start --head` on the first, `ray start --address=FIRST:6379` on the others, then this script
-# once, with RAY_ADDRESS=auto.
+# token by token. It is slow, and the copy waits in host memory while the others train.
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
 #   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (Qwen/Qwen3-8B)
 #   TRAIN_FILES      training rows ($HOME/data/gsm8k/train.parquet)
 #   VAL_FILES        held-out rows ($HOME/data/gsm8k/test.parquet)
-#   NNODES           machines of the Ray cluster (2)
+#   NNODES           machines of the Ray cluster (1)
 #   N_GPUS_PER_NODE  GPUs of each machine (8)
 #   OUT              checkpoints and metrics (checkpoints/dapo_qwen3_8b)
 set -euo pipefail
@@ -35,7 +35,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-8B}"
 TRAIN_FILES="${TRAIN_FILES:-$HOME/data/gsm8k/train.parquet}"
 VAL_FILES="${VAL_FILES:-$HOME/data/gsm8k/test.parquet}"
-NNODES="${NNODES:-2}"
+NNODES="${NNODES:-1}"
 N_GPUS_PER_NODE="${N_GPUS_PER_NODE:-8}"
 OUT="${OUT:-checkpoints/dapo_qwen3_8b}"
 

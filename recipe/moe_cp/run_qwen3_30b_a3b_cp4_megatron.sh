@@ -8,24 +8,25 @@
 #   bash recipe/moe_cp/run_qwen3_30b_a3b_cp4_megatron.sh
 #   bash recipe/moe_cp/run_qwen3_30b_a3b_cp4_megatron.sh trainer.dry_run=True   what it would do, without a GPU
 #
-# GPUs:   64 of 80 GB (eight machines)
-# Layout: TP=2 x PP=4 x CP=4 x DP=2, experts EP=8 x ETP=1 x expert-DP=2
+# GPUs:   16 of 80 GB (two machines)
+# Layout: TP=2 x CP=4 x DP=2, experts EP=8 x ETP=1 x expert-DP=2
 # Regime: calculate_per_token_loss on: Megatron divides by the routed tokens of the whole step
-# Memory: 70.0 GiB a GPU at most, in the update, 56.9 GiB of it the rollout's copy of the model: an estimate of the
+# Memory: 63.4 GiB a GPU at most, in generation, 56.9 GiB of it the rollout's copy of the model: an estimate of the
 #         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Host:   691 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
+#         optimizer state while they do not
 # Curve:  not measured
 #
 # Rollout: hf, the only one here: every GPU holds a whole bfloat16 copy of the model and generates with transformers,
-# token by token. It is slow, and the copy stays on the GPU while the others train.
+# token by token. It is slow, and the copy waits in host memory while the others train.
 # Several machines: `ray start --head` on the first, `ray start --address=FIRST:6379` on the others, then this script
 # once, with RAY_ADDRESS=auto.
-# This is tight: a card of 80 GB offers some 79 GiB, and what the estimate leaves out must fit beside it.
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
 #   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (Qwen/Qwen3-30B-A3B)
 #   TRAIN_FILES      training rows ($HOME/data/gsm8k/train.parquet)
 #   VAL_FILES        held-out rows ($HOME/data/gsm8k/test.parquet)
-#   NNODES           machines of the Ray cluster (8)
+#   NNODES           machines of the Ray cluster (2)
 #   N_GPUS_PER_NODE  GPUs of each machine (8)
 #   OUT              checkpoints and metrics (checkpoints/moe_cp_qwen3_30b_a3b_cp4)
 set -euo pipefail
@@ -34,7 +35,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
 MODEL_PATH="${MODEL_PATH:-Qwen/Qwen3-30B-A3B}"
 TRAIN_FILES="${TRAIN_FILES:-$HOME/data/gsm8k/train.parquet}"
 VAL_FILES="${VAL_FILES:-$HOME/data/gsm8k/test.parquet}"
-NNODES="${NNODES:-8}"
+NNODES="${NNODES:-2}"
 N_GPUS_PER_NODE="${N_GPUS_PER_NODE:-8}"
 OUT="${OUT:-checkpoints/moe_cp_qwen3_30b_a3b_cp4}"
 
@@ -50,7 +51,7 @@ exec "$python" -m verl.trainer.main_ppo \
     data.truncation=error \
     actor_rollout_ref.model.path="$MODEL_PATH" \
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \
-    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4 \
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=1 \
     actor_rollout_ref.actor.megatron.context_parallel_size=4 \
     actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 \
     actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1 \

@@ -5,8 +5,8 @@ Only what this project's engine holds for certain is counted, in the sizes in wh
 constant is invented for what cannot be known (``NOT_COUNTED``). Neither torch nor transformers is imported.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -38,7 +38,9 @@ _CHUNK_ELEMENTS = 1 << 22  # of verl.utils.megatron.tensor_parallel: what one te
 _LOSS_TEMPORARIES, _LOG_PROB_TEMPORARIES, _SAMPLING_COPIES = 6, 3, 3
 _NOT_MODELLED = ("use_precision_aware_optimizer", "optimizer_cpu_offload")
 
-UPDATE, LOG_PROB, GENERATE = "update", "log_prob", "generate"
+# Phases of a step, in their order; docs/memory.md says what is on the device in each.
+GENERATE, LOG_PROB, REF_LOG_PROB, UPDATE = "generate", "log_prob", "ref_log_prob", "update"
+UPDATE_WEIGHTS, SAVE = "update_weights", "save_checkpoint"
 
 NOT_COUNTED = (
     "the allocator's fragmentation and caches, and the CUDA context",
@@ -48,18 +50,22 @@ NOT_COUNTED = (
     "experts that get more than their even share of tokens",
     "images: activations of the vision tower",
     "the rollout's own forward pass: attention masks and hidden states of a prefill",
+    "building the engines, when weights lie both in their buffers and outside them for a moment",
     "tensors in transit while weights are copied to the rollout or saved",
+    "host memory but for what is offloaded: processes, data, Ray's object store, reading and writing checkpoints",
 )
 
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part. ``phases`` names when it is on the device; empty: always."""
+    """One part. ``phases`` names when it is on the device; empty: always. ``host``: it is in host memory otherwise,
+    and not made anew."""
 
     name: str
     bytes: int
     formula: str
     phases: tuple[str, ...] = ()
+    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class MemoryEstimate:
         parts: in the order in which they are built.
         pipeline_stage: the stage they are of.
         phases: bytes on the device in each phase of a step: what is always there and what the phase adds.
+        host_bytes: host memory that a rank's offloaded parts take between their phases; of the stage that needs most of
+            it, which may be another one.
         assumptions: what the figures rest on in this very case.
         not_counted: what is left out always.
     """
@@ -77,6 +85,7 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]
     pipeline_stage: int
     phases: dict[str, int]
+    host_bytes: int = 0
     assumptions: tuple[str, ...] = ()
     not_counted: tuple[str, ...] = NOT_COUNTED
 
@@ -99,12 +108,16 @@ class MemoryEstimate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        parts = [{"name": p.name, "bytes": p.bytes, "formula": p.formula, "phases": list(p.phases)} for p in self.parts]
+        parts = [
+            {"name": p.name, "bytes": p.bytes, "formula": p.formula, "phases": list(p.phases), "host": p.host}
+            for p in self.parts
+        ]
         return {
             "total": self.total,
             "worst_phase": self.worst_phase,
             "phases": dict(self.phases),
             "pipeline_stage": self.pipeline_stage,
+            "host_bytes": self.host_bytes,
             "parts": parts,
             "assumptions": list(self.assumptions),
             "not_counted": list(self.not_counted),
@@ -116,12 +129,14 @@ class RolloutLoad:
     """What the in-process rollout ("hf") holds on every rank: the whole model, and a cache while it generates.
 
     ``rows``: responses generated at a time on one rank (``min(max_num_seqs, rows of the rank)``); ``tokens``:
-    ``prompt_length + response_length``.
+    ``prompt_length + response_length``; ``gives_way``: ``free_cache_engine`` beside an actor: the model is on the
+    device only while it generates, and new weights reach it in host memory.
     """
 
     rows: int
     tokens: int
     dtype: str = "bfloat16"
+    gives_way: bool = True
 
 
 def _phases(parts: tuple[MemoryPart, ...], names: tuple[str, ...]) -> dict[str, int]:
@@ -179,6 +194,10 @@ def _state(
     return _State(total, frozen, buffers, shards, " + ".join(words))
 
 
+def _host_bytes(parts: Iterable[MemoryPart]) -> int:
+    return sum(part.bytes for part in parts if part.host)
+
+
 def _weights(state: _State, size: int, phases: tuple[str, ...]) -> MemoryPart:
     numbers = state.buffers + state.frozen
     formula = f"{numbers:,} numbers x {size} bytes"
@@ -186,7 +205,7 @@ def _weights(state: _State, size: int, phases: tuple[str, ...]) -> MemoryPart:
         formula += f" ({state.trained:,} parameters, padded in the optimizer's buffers)"
     if state.frozen:
         formula += f"; {state.frozen:,} of them frozen"
-    return MemoryPart("weights", numbers * size, formula, phases)
+    return MemoryPart("weights", numbers * size, formula, phases, host=bool(phases))
 
 
 def _gradients(state: _State, size: int, in_float32: bool, phases: tuple[str, ...]) -> MemoryPart:
@@ -204,7 +223,7 @@ def _optimizer(state: _State, size: int, name: str, phases: tuple[str, ...]) -> 
     each = sum(pieces.values())
     words = " + ".join(f"{piece} {n}" for piece, n in pieces.items())
     formula = f"{state.optimizer:,} numbers ({state.words}) x {each} bytes ({words})"
-    return MemoryPart("optimizer state", state.optimizer * each, formula, phases)
+    return MemoryPart("optimizer state", state.optimizer * each, formula, phases, host=bool(phases))
 
 
 def _logits(
@@ -228,7 +247,9 @@ def _rollout(shape: ModelShape, load: RolloutLoad) -> list[MemoryPart]:
     copy = MemoryPart(
         "rollout's copy of the model",
         numbers * size,
-        f"{numbers:,} parameters x {size} bytes: whole on every rank, and never moved away",
+        f"{numbers:,} parameters x {size} bytes: whole on every rank",
+        (GENERATE,) if load.gives_way else (),
+        host=load.gives_way,
     )
     heads = shape.num_heads if shape.is_mla else shape.num_kv_heads
     per_token = heads * (shape.query_head_dim + shape.value_head_dim)
@@ -259,14 +280,16 @@ class MemorySettings:
         max_tokens_per_rank: tokens of the largest training micro-batch on one context rank: the token budget, or rows
             of a micro-batch x length / context_parallel_size.
         max_tokens_without_grad: likewise for log-probs; the training budget if None.
+        max_tokens_of_reference: likewise for those of the reference policy; as ``max_tokens_without_grad`` if None.
         dtype: ``megatron.dtype``.
         use_distributed_optimizer: ``megatron.use_distributed_optimizer``.
         recompute: ``override_transformer_config``: the ``recompute_*`` keys and ``bias_activation_fusion`` are read.
         optimizer: ``optim``: ``optimizer`` and ``override_optimizer_config`` are read.
         ddp: ``override_ddp_config``: ``grad_reduce_in_fp32`` and ``num_distributed_optimizer_instances`` are read.
         forward_only: no optimizer: a reference policy on its own, or evaluation.
-        param_offload: weights and gradients are on the device only while they are used.
-        optimizer_offload: the optimizer's state is on the device only during updates.
+        param_offload: weights and gradients are on the device only while they are used. Here and in the next two
+            keys, as far as there is a memory beside the host's: False for a CPU.
+        optimizer_offload: the optimizer's state is on the device only during updates and while it is saved.
         num_micro_batches: of one update on a rank; None: at least as many as the pipeline needs.
         mtp_enable: ``model.mtp.enable``; without it the prediction layers are not built.
         mtp_train: ``model.mtp.enable_train``.
@@ -280,6 +303,7 @@ class MemorySettings:
 
     max_tokens_per_rank: int
     max_tokens_without_grad: int | None = None
+    max_tokens_of_reference: int | None = None
     dtype: str = "bfloat16"
     use_distributed_optimizer: bool = True
     recompute: Mapping[str, Any] | None = None
@@ -300,7 +324,7 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         _element_size(self.dtype, "dtype")
-        for name in ("max_tokens_per_rank", "max_tokens_without_grad"):
+        for name in ("max_tokens_per_rank", "max_tokens_without_grad", "max_tokens_of_reference"):
             tokens = getattr(self, name)
             if tokens is not None and tokens < 1:
                 raise ValueError(f"{name}={tokens} must be at least 1")
@@ -327,9 +351,21 @@ class MemorySettings:
 
     @property
     def phase_names(self) -> tuple[str, ...]:
-        """Phases of a step."""
-        before = (GENERATE,) if self.rollout else ()
-        return (*before, LOG_PROB) if self.forward_only else (*before, LOG_PROB, UPDATE)
+        """Phases of a step, and the checkpoint after it."""
+        trains = not self.forward_only
+        there_is = {
+            GENERATE: self.rollout is not None,
+            LOG_PROB: True,
+            REF_LOG_PROB: self.reference,
+            UPDATE: trains,
+            UPDATE_WEIGHTS: trains and self.rollout is not None,
+            SAVE: trains,
+        }
+        return tuple(phase for phase, found in there_is.items() if found)
+
+    def only_in(self, *phases: str) -> tuple[str, ...]:
+        """Those of ``phases`` that there are."""
+        return tuple(phase for phase in self.phase_names if phase in phases)
 
 
 def _training_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: MemorySettings) -> list[MemoryPart]:
@@ -345,13 +381,14 @@ def _training_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: Memo
         value_head=given.value_head,
         transformer_engine=given.transformer_engine,
     )
-    parts = [_weights(state, size, (LOG_PROB, UPDATE) if given.param_offload else ())]
+    in_use = given.only_in(LOG_PROB, UPDATE, UPDATE_WEIGHTS, SAVE)
+    parts = [_weights(state, size, in_use if given.param_offload else ())]
     if not trains:
         return parts
     in_float32 = ddp.get("grad_reduce_in_fp32", size < _FLOAT32)
     parts.append(_gradients(state, size, in_float32, (UPDATE,) if given.param_offload else ()))
     name = dict(given.optimizer or {}).get("optimizer", "adam")
-    parts.append(_optimizer(state, size, name, (UPDATE,) if given.optimizer_offload else ()))
+    parts.append(_optimizer(state, size, name, (UPDATE, SAVE) if given.optimizer_offload else ()))
     tokens = given.max_tokens_per_rank
     kept = stage_activations(
         shape,
@@ -369,16 +406,36 @@ def _training_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: Memo
     return parts
 
 
-def _log_prob_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: MemorySettings) -> list[MemoryPart]:
-    tokens, size = given.tokens_without_grad, given.element_size
+def _forward_parts(
+    shape: ModelShape, layout: Layout, pp_rank: int, given: MemorySettings, what: str, tokens: int, phase: str
+) -> list[MemoryPart]:
+    """What a forward pass without gradients takes besides the weights."""
     kinds = [kept_by_layer(shape, layout, moe, **given.activations) for moe in set(shape.moe_layers)]
     each = ceil(max(sum(item.bytes for item in kept) for kept in kinds))
     formula = f"{tokens:,} tokens x {each:,} bytes: at most what one layer makes while it runs without gradients"
-    parts = [MemoryPart("working memory of log-probs", tokens * each, formula, (LOG_PROB,))]
+    parts = [MemoryPart(f"working memory of {what}", tokens * each, formula, (phase,))]
     if pp_rank == layout.pp - 1 and not given.value_head:
-        name = "logits of log-probs"
-        parts.append(_logits(name, shape, layout, tokens, size, 1, _LOG_PROB_TEMPORARIES, LOG_PROB))
+        name, size = f"logits of {what}", given.element_size
+        parts.append(_logits(name, shape, layout, tokens, size, 1, _LOG_PROB_TEMPORARIES, phase))
     return parts
+
+
+def _reference_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: MemorySettings) -> list[MemoryPart]:
+    engine = {"transformer_engine": given.transformer_engine}
+    numbers = parameters_on_rank(shape, layout, pp_rank, **engine)["total"]
+    formula = f"{numbers:,} parameters x {given.element_size} bytes, no buffers"
+    weights = MemoryPart(
+        "reference model's weights",
+        numbers * given.element_size,
+        formula,
+        (REF_LOG_PROB,) if given.reference_offload else (),
+        host=given.reference_offload,
+    )
+    tokens = given.max_tokens_of_reference or given.tokens_without_grad
+    return [
+        weights,
+        *_forward_parts(shape, layout, pp_rank, given, "reference log-probs", tokens, REF_LOG_PROB),
+    ]
 
 
 def estimate_stages(shape: ModelShape, layout: Layout, **settings: Any) -> list[MemoryEstimate]:
@@ -394,25 +451,25 @@ def estimate_stages(shape: ModelShape, layout: Layout, **settings: Any) -> list[
     """
     given, plain = MemorySettings(**settings), shape.without_mtp()
     built = shape if given.mtp_enable and not given.forward_only else plain
-    engine = {"transformer_engine": given.transformer_engine}
     made = []
     for pp_rank in range(layout.pp):
-        parts = _training_parts(built, layout, pp_rank, given) + _log_prob_parts(built, layout, pp_rank, given)
+        parts = _training_parts(built, layout, pp_rank, given)
+        tokens = given.tokens_without_grad
+        parts += _forward_parts(built, layout, pp_rank, given, "log-probs", tokens, LOG_PROB)
         if given.reference:
-            numbers = parameters_on_rank(plain, layout, pp_rank, **engine)["total"]
-            formula = f"{numbers:,} parameters x {given.element_size} bytes, no buffers"
-            phases = (LOG_PROB,) if given.reference_offload else ()
-            parts.append(MemoryPart("reference model's weights", numbers * given.element_size, formula, phases))
+            parts += _reference_parts(plain, layout, pp_rank, given)
         if given.rollout:
             parts += _rollout(shape, given.rollout)
-        sums = _phases(tuple(parts), given.phase_names)
-        made.append(MemoryEstimate(tuple(parts), pp_rank, sums, _assumptions(built, layout, given)))
+        sums, host = _phases(tuple(parts), given.phase_names), _host_bytes(parts)
+        made.append(MemoryEstimate(tuple(parts), pp_rank, sums, host, _assumptions(built, layout, given)))
     return made
 
 
 def estimate_memory(shape: ModelShape, layout: Layout, **settings: Any) -> MemoryEstimate:
     """The stage of :func:`estimate_stages` that needs most; the same arguments."""
-    return max(estimate_stages(shape, layout, **settings), key=lambda estimate: estimate.total)
+    stages = estimate_stages(shape, layout, **settings)
+    worst = max(stages, key=lambda estimate: estimate.total)
+    return replace(worst, host_bytes=max(estimate.host_bytes for estimate in stages))
 
 
 def _assumptions(shape: ModelShape, layout: Layout, given: MemorySettings) -> tuple[str, ...]:
@@ -443,11 +500,12 @@ def combine(estimates: Mapping[str, MemoryEstimate]) -> MemoryEstimate:
     its own worst pipeline stage, which may not be the same one: then the sum is an upper bound.
     """
     parts = tuple(
-        MemoryPart(f"{key}: {p.name}", p.bytes, p.formula, tuple(f"{key} {phase}" for phase in p.phases))
+        replace(p, name=f"{key}: {p.name}", phases=tuple(f"{key} {phase}" for phase in p.phases))
         for key, estimate in estimates.items()
         for p in estimate.parts
     )
     names = tuple(f"{key} {phase}" for key, estimate in estimates.items() for phase in estimate.phases)
     stages = {estimate.pipeline_stage for estimate in estimates.values()}
     assumptions = dict.fromkeys(text for estimate in estimates.values() for text in estimate.assumptions)
-    return MemoryEstimate(parts, max(stages), _phases(parts, names), tuple(assumptions))
+    host = sum(estimate.host_bytes for estimate in estimates.values())
+    return MemoryEstimate(parts, max(stages), _phases(parts, names), host, tuple(assumptions))

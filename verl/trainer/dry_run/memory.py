@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank needs in memory, from the configuration and the model's config.json; formulas in docs/memory.md."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -26,47 +26,46 @@ _ROLLOUT_PARTS = "rollout's "
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """``estimate`` as `MemoryEstimate.to_dict` gives it, or None with the reason in ``unknown``."""
+    """``estimate`` as `MemoryEstimate.to_dict` gives it, or None with the reason in ``unknown``.
+
+    ``host_bytes_of_a_machine`` is what the offloaded parts of all ranks of a machine take of its host memory.
+    """
 
     estimate: dict[str, Any] | None
     unknown: str = ""
+    ranks_per_machine: int = 1
+    host_bytes_of_a_machine: int = 0
 
 
 def describe_ppo_memory(tree: Mapping, layout: LayoutReport, batches: BatchReport, reference: bool) -> MemoryReport:
     """Actor with reference model and rollout, and the critic if there is one, in one process."""
     actor, rollout = get(tree, f"{_A}.actor"), get(tree, f"{_A}.rollout")
     rows = _rows_of_rollout(batches.steps.batch_size * batches.responses_per_prompt, layout.world_size, rollout)
-    load = RolloutLoad(rows, rollout["prompt_length"] + rollout["response_length"], rollout["dtype"])
-    update, passes = batches.updates[0].micro_batches, [part for part in batches.passes if part.name != "values"]
-    more = {
-        "reference": reference,
-        "reference_offload": bool(get(tree, f"{_A}.ref.megatron.param_offload")),
+    device = tree["trainer"]["device"]
+    load = RolloutLoad(
+        rows,
+        rollout["prompt_length"] + rollout["response_length"],
+        rollout["dtype"],
+        gives_way=bool(rollout["free_cache_engine"]) and device != "cpu",
+    )
+    update, passes = batches.updates[0].micro_batches, {part.name: part for part in batches.passes}
+    more: dict[str, Any] = {
+        "reference": passes["reference log-probs"] if reference else None,
+        "reference_offload": bool(get(tree, f"{_A}.ref.megatron.param_offload")) and device != "cpu",
         "rollout": load,
     }
 
     def engines() -> dict[str, MemoryEstimate]:
-        device = tree["trainer"]["device"]
         model = get(tree, f"{_A}.model")
-        made = {
-            "actor": _engine(model, actor["megatron"], actor["optim"], layout, batches, update, passes, device, **more)
-        }
+        trained, without = actor["megatron"], passes["old log-probs"]
+        made = {"actor": _engine(model, trained, actor["optim"], layout, batches, update, without, device, **more)}
         if len(batches.updates) > 1:
-            critic, values = tree["critic"], [part for part in batches.passes if part.name == "values"]
-            split = batches.updates[1].micro_batches
-            made["critic"] = _engine(
-                critic["model"],
-                critic["megatron"],
-                critic["optim"],
-                layout,
-                batches,
-                split,
-                values,
-                device,
-                value_head=True,
-            )
+            critic, split = tree["critic"], batches.updates[1].micro_batches
+            of_critic = critic["model"], critic["megatron"], critic["optim"]
+            made["critic"] = _engine(*of_critic, layout, batches, split, passes["values"], device, value_head=True)
         return made
 
-    return _report(engines)
+    return _report(engines, layout)
 
 
 def describe_sft_memory(tree: Mapping, layout: LayoutReport, batches: BatchReport) -> MemoryReport:
@@ -74,8 +73,9 @@ def describe_sft_memory(tree: Mapping, layout: LayoutReport, batches: BatchRepor
     update, device = batches.updates[0].micro_batches, tree["trainer"]["device"]
     return _report(
         lambda: {
-            "model": _engine(tree["model"], tree["engine"], tree["optim"], layout, batches, update, [update], device)
-        }
+            "model": _engine(tree["model"], tree["engine"], tree["optim"], layout, batches, update, update, device)
+        },
+        layout,
     )
 
 
@@ -85,7 +85,8 @@ def describe_generation_memory(tree: Mapping, work: OfflineReport) -> MemoryRepo
     def engines() -> dict[str, MemoryEstimate]:
         rollout, rows = tree["rollout"], work.rows_per_worker or 1
         rows = min(rows, rollout["max_num_seqs"] or rows)
-        load = RolloutLoad(rows, rollout["prompt_length"] + rollout["response_length"], rollout["dtype"])
+        longest = rollout["prompt_length"] + rollout["response_length"]
+        load = RolloutLoad(rows, longest, rollout["dtype"], gives_way=False)
         whole = estimate_memory(_shape(tree["model"]), Layout(), max_tokens_per_rank=1, forward_only=True, rollout=load)
         parts = tuple(part for part in whole.parts if part.name.startswith(_ROLLOUT_PARTS))
         return {"rollout": MemoryEstimate(parts, 0, {"generate": sum(part.bytes for part in parts)})}
@@ -93,13 +94,16 @@ def describe_generation_memory(tree: Mapping, work: OfflineReport) -> MemoryRepo
     return _report(engines)
 
 
-def _report(engines: Any) -> MemoryReport:
+def _report(engines: Callable[[], dict[str, MemoryEstimate]], layout: LayoutReport | None = None) -> MemoryReport:
     try:
         made = engines()
         estimate = combine(made) if len(made) > 1 else next(iter(made.values()))
     except ValueError as error:
         return MemoryReport(None, str(error))
-    return MemoryReport(estimate.to_dict())
+    if layout is None:
+        return MemoryReport(estimate.to_dict())
+    ranks = min(layout.ranks_per_node, layout.world_size)
+    return MemoryReport(estimate.to_dict(), "", ranks, ranks * estimate.host_bytes)
 
 
 def _shape(model: Mapping) -> ModelShape:
@@ -131,6 +135,13 @@ def largest_micro_batch(part: MicroBatches, context: int, multiple: int) -> int 
     return tokens
 
 
+def _tokens(part: MicroBatches, layout: LayoutReport, batches: BatchReport) -> int:
+    tokens = largest_micro_batch(part, layout.context, batches.padding_multiple)
+    if tokens is None:
+        raise ValueError("the size of the micro-batches is not known")
+    return tokens
+
+
 def _engine(
     model: Mapping,
     engine: Mapping,
@@ -138,18 +149,17 @@ def _engine(
     layout: LayoutReport,
     batches: BatchReport,
     update: MicroBatches,
-    passes: list[MicroBatches],
+    without_grad: MicroBatches,
     device: str | None,
+    *,
+    reference: MicroBatches | None = None,
     **more: Any,
 ) -> MemoryEstimate:
     shape = _shape(model)
     if layout.data is None or (shape.num_experts and layout.expert_data is None):
         raise ValueError("the ranks do not divide into the layout")
     overrides, mtp = dict(engine["override_transformer_config"] or {}), model["mtp"]
-    tokens = largest_micro_batch(update, layout.context, batches.padding_multiple)
-    without = [largest_micro_batch(part, layout.context, batches.padding_multiple) for part in passes]
-    if tokens is None or None in without:
-        raise ValueError("the size of the micro-batches is not known")
+    tokens, without = (_tokens(part, layout, batches) for part in (update, without_grad))
     return estimate_memory(
         shape,
         Layout(
@@ -165,15 +175,18 @@ def _engine(
             last_stage_layers=overrides.get("num_layers_in_last_pipeline_stage"),
         ),
         max_tokens_per_rank=tokens,
-        max_tokens_without_grad=max(size for size in without if size is not None),
+        max_tokens_without_grad=without,
+        max_tokens_of_reference=None if reference is None else _tokens(reference, layout, batches),
         num_micro_batches=update.most,
         dtype=engine["dtype"],
         use_distributed_optimizer=engine["use_distributed_optimizer"],
         recompute=overrides,
         optimizer=optim,
         ddp=engine["override_ddp_config"],
-        param_offload=engine["param_offload"],
-        optimizer_offload=engine["optimizer_offload"],
+        # A CPU has no other memory to move anything to.
+        param_offload=engine["param_offload"] and device != "cpu",
+        optimizer_offload=engine["optimizer_offload"] and device != "cpu",
+        reference=reference is not None,
         mtp_enable=bool(mtp["enable"]),
         mtp_train=bool(mtp["enable"] and mtp["enable_train"]),
         packed=bool(model["use_remove_padding"]),

@@ -313,7 +313,22 @@ def _memory_rows(memory: MemoryReport) -> list[tuple[str, str]]:
     phases = ", ".join(f"{name} {bytes_in_words(size)}" for name, size in estimate["phases"].items())
     rows = [("at most", f"{most} (pipeline stage {estimate['pipeline_stage']}); by phase: {phases}")]
     for part in estimate["parts"]:
-        when = f", in {' and '.join(part['phases'])}" if part["phases"] else ", always"
+        when = f", in {_listed(part['phases'])}" if part["phases"] else ", always"
         rows.append((bytes_in_words(part["bytes"]), f"{part['name']}{when}: {part['formula']}"))
+    moved = [(part["name"], part["bytes"]) for part in estimate["parts"] if part["host"]]
+    if moved:
+        rows.append(("host memory", _host_memory(memory, estimate["host_bytes"], moved)))
     rows.append(("assumed", "; ".join(estimate["assumptions"]) or "nothing"))
     return [*rows, ("not counted", "; ".join(estimate["not_counted"]))]
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _host_memory(memory: MemoryReport, of_a_rank: int, moved: list[tuple[str, int]]) -> str:
+    parts = " + ".join(f"{name} {bytes_in_words(size)}" for name, size in moved)
+    return (
+        f"{bytes_in_words(memory.host_bytes_of_a_machine)} of a machine's, for what is offloaded: at most "
+        f"{bytes_in_words(of_a_rank)} a rank ({parts}) x {memory.ranks_per_machine} ranks a machine"
+    )

@@ -36,11 +36,10 @@ from verl.trainer.ppo.preflight import (
 )
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
-from verl.trainer.ppo.preflight_model import ModelFacts, is_about_this_machine
+from verl.trainer.ppo.preflight_model import is_about_this_machine, read_model
 from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
 from verl.trainer.ppo.preflight_repair import is_consequence, value_in_words, with_usable_numbers
 from verl.utils.config import compose_config, flatten
-from verl.utils.hf_config import architecture_of, find_hf_config
 
 COMMANDS = {
     "ppo_trainer": "verl.trainer.main_ppo",
@@ -150,7 +149,7 @@ def _describe(tree: dict, config_name: str, found: Findings) -> dict[str, Any]:
                 ("critic.megatron", critic["megatron"], "critic.model", critic["model"], critic["loss_agg_mode"])
             )
     path, engine, _, model, _ = engines[0]
-    facts = _facts(model)
+    facts = read_model(model)
     layers, experts = (None, None) if facts is None else (facts.number("num_hidden_layers"), facts.num_experts)
     layout = describe_layout(engine, path, world, layers, experts, roles)
     if config_name == "ppo_trainer":
@@ -171,14 +170,6 @@ def ppo_roles(tree: Mapping) -> tuple[str, ...]:
         roles.append("its share of the critic, which is trained")
     name = get(tree, "actor_rollout_ref.rollout.name")
     return (*roles, f"a whole copy of the model for the rollout ({name}), which is not sharded")
-
-
-def _facts(model: Mapping) -> ModelFacts | None:
-    config, source = find_hf_config(model)
-    if config is None:
-        return None
-    nested = config.get("text_config")
-    return ModelFacts(Path(source), architecture_of(config) or "", nested if isinstance(nested, Mapping) else config)
 
 
 def world_of(trainer: Mapping, config_name: str, env: Mapping[str, str]) -> World:
