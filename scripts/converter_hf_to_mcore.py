@@ -16,12 +16,10 @@ import argparse
 import contextlib
 import importlib.util
 import io
-import json
 import math
 import os
 import re
 import shutil
-import struct
 import sys
 import warnings
 from collections import Counter
@@ -60,45 +58,34 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def read_headers(folder: Path) -> dict[str, tuple[str, list[int]]]:
-    """Name -> (type, shape) of every tensor in the folder's safetensors files, without reading the tensors.
+def read_tensors(folder: Path) -> dict[str, Any]:
+    """Name -> (dtype, shape) of every tensor in the folder's safetensors files, without reading the tensors.
 
     Raises:
-        ValueError: a file that is none.
+        ValueError: there is none, one is not whole, or one that the folder's index names is missing.
     """
-    tensors: dict[str, tuple[str, list[int]]] = {}
+    from verl.trainer.ppo.preflight_folder import weights_problem
+    from verl.utils.safetensors_header import read_header
+
+    tensors: dict[str, Any] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            with file.open("rb") as content:
-                (length,) = struct.unpack("<Q", content.read(8))
-                header = json.loads(content.read(length))
-            header.pop("__metadata__", None)
-            tensors |= {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-        except (struct.error, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"--hf_model_path: {file} is no whole safetensors file ({error})") from error
+            tensors |= read_header(file)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--hf_model_path: {file} {error}") from error
+    if not tensors:
+        raise ValueError(f"--hf_model_path {folder}: no weights (*.safetensors) there")
+    if problem := weights_problem(folder):
+        raise ValueError(f"--hf_model_path {folder} {problem}")
     return tensors
 
 
-def architecture_of(folder: Path) -> str:
-    """The first of the architectures that the folder's config.json names; "" if it names none.
-
-    Raises:
-        ValueError: the file cannot be read.
-    """
-    try:
-        return str((json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or [""])[0])
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"--hf_model_path {folder}: its config.json cannot be read ({error})") from error
-
-
-def choose_dtype(tensors: dict[str, tuple[str, list[int]]], folder: Path) -> str:
+def choose_dtype(tensors: dict[str, Any], folder: Path) -> str:
     """The floating-point type, as torch names it, of most numbers.
 
     Raises:
-        ValueError: the folder has no safetensors, or its weights are quantised.
+        ValueError: the weights are quantised.
     """
-    if not tensors:
-        raise ValueError(f"--hf_model_path {folder}: no weights (*.safetensors) there")
     numbers: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         numbers[dtype] += math.prod(shape)
@@ -152,8 +139,12 @@ def check_layout(folder: str, layout: dict[str, int], world_size: int) -> None:
     """
     from verl.trainer.ppo import preflight_batch, preflight_model, preflight_sources
     from verl.utils.config import default_tree, did_you_mean
+    from verl.utils.hf_config import architecture_of, find_hf_config
 
-    architecture, known = architecture_of(Path(folder)), preflight_sources.supported_architectures()
+    config, reason = find_hf_config({"path": folder})
+    if config is None:
+        raise ValueError(f"--hf_model_path {folder}: {reason}")
+    architecture, known = architecture_of(config) or "", preflight_sources.supported_architectures()
     if known and architecture not in known:
         raise ValueError(
             f"--hf_model_path {folder}: megatron-bridge does not know the architecture {architecture!r} of its "
@@ -269,7 +260,7 @@ def convert(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.hf_model_path)
     if not (folder / "config.json").is_file():
         raise ValueError(f"--hf_model_path {folder}: no config.json there; give the folder of a Hugging Face model")
-    tensors = read_headers(folder)
+    tensors = read_tensors(folder)
     dtype = choose_dtype(tensors, folder)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     layout = read_layout(arguments, world_size)

@@ -145,7 +145,11 @@ def test_any_layout_reads_the_same_bits(source: Path, one_process: tuple[Path, s
         ("folder", [], "no config.json there"),
         ("architecture", [], "'Qwen3MoFForCausalLM' of its config.json. Did you mean Qwen3MoeForCausalLM?"),
         ("weights", [], "no weights (*.safetensors) there"),
-        ("file", [], "is no whole safetensors file"),
+        ("file", [], "model.safetensors is cut off: 300 bytes, and the header alone has"),
+        ("last byte", [], "model.safetensors is cut off: "),
+        ("pointer", [], "model.safetensors is a pointer of Git LFS; fetch the file itself with: git lfs pull"),
+        ("shard", [], "lacks 1 of the files that model.safetensors.index.json names, among them gone.safetensors"),
+        ("config", [], "config.json cannot be read: "),
         ("type", [], "its weights are I8; dequantise them"),
         ("output", [], "is not empty"),
         ("output file", [], "is a file"),
@@ -165,8 +169,15 @@ def test_what_cannot_be_converted_is_refused_in_words(
         config["architectures"] = ["Qwen3MoFForCausalLM"]
     if change != "folder":
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    if change == "file":
-        (folder / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:300])
+    if change == "config":
+        (folder / "config.json").write_text("{", encoding="utf-8")
+    if change == "shard":
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    if change in ("file", "last byte"):
+        whole = (source / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[: 300 if change == "file" else -1])
+    elif change == "pointer":
+        (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     elif change == "type":
         save_file({"a": torch.zeros(3, dtype=torch.int8)}, folder / "model.safetensors")
     elif change != "weights":
@@ -182,6 +193,7 @@ def test_what_cannot_be_converted_is_refused_in_words(
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
     assert all(line.startswith("error: ") for line in error.splitlines())
+    assert change == "output" or not output.is_dir(), "nothing is made before all is checked"
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:

@@ -6,20 +6,15 @@ Each function returns the rest of a sentence about the folder, or nothing.
 
 import json
 from collections.abc import Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
+
+from verl.utils.safetensors_header import TensorHead, read_header
 
 __all__ = ["safetensors_problem", "tokenizer_problem", "weights_problem"]
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight", "transformer.wte.weight")
-
-# Bits of an element of the safetensors format.
-_BITS = {"BOOL": 8, "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "F4": 4}
-_BITS |= {f"{kind}{bits}": bits for kind in "IU" for bits in (8, 16, 32, 64)}
-_MAX_HEADER = 100_000_000
-_LFS = b"version https://git-lfs"
 
 
 def weights_problem(folder: Path, sizes: Mapping[str, Any] | None = None) -> str:
@@ -43,75 +38,33 @@ def weights_problem(folder: Path, sizes: Mapping[str, Any] | None = None) -> str
     files = files or [file.name for file in sorted(folder.glob("pytorch_model*.bin"))]
     if not files:
         return "has no weights (*.safetensors)"
-    shapes: dict[str, list[int]] = {}
+    tensors: dict[str, TensorHead] = {}
     for name in files:
         try:
-            shapes |= _read_header(folder / name)
+            tensors |= read_header(folder / name)
         except (OSError, ValueError) as error:
             return f"has weights that cannot be read: {name} {error}"
-    absent = sorted(name for name, shard in named.items() if shard.endswith(".safetensors") and name not in shapes)
+    absent = sorted(name for name, shard in named.items() if shard.endswith(".safetensors") and name not in tensors)
     if absent:
         return f"lacks {len(absent)} tensors that {index} names, among them {absent[0]} of {named[absent[0]]}"
-    return _embedding_problem(shapes, sizes or {})
+    return _embedding_problem(tensors, sizes or {})
 
 
 def safetensors_problem(file: Path) -> str:
     """Whether a .safetensors file is whole: its header against its length."""
     try:
-        _read_header(file)
+        read_header(file)
     except (OSError, ValueError) as error:
         return f"{file.name} {error}"
     return ""
 
 
-def _read_header(file: Path) -> dict[str, list[int]]:
-    """Shapes by name; none for a file of another format. Raises ``ValueError`` for one that is not whole."""
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        start = content.read(len(_LFS))
-        if start == _LFS:
-            raise ValueError("is a pointer of Git LFS; fetch the file itself with: git lfs pull")
-        if not size:
-            raise ValueError("is empty")
-        if file.suffix != ".safetensors":
-            return {}
-        length = int.from_bytes(start[:8], "little")
-        if len(start) < 8 or length > _MAX_HEADER:
-            raise ValueError("does not begin like a safetensors file")
-        if 8 + length > size:
-            raise ValueError(f"is cut off: {size} bytes, and the header alone has {8 + length}")
-        content.seek(8)
-        try:
-            header = json.loads(content.read(length))
-        except ValueError:
-            raise ValueError("has a header that is no JSON") from None
-    if not isinstance(header, dict):
-        raise ValueError("has a header that is no JSON object")
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = max((_checked_end(name, entry) for name, entry in tensors.items()), default=0)
-    if 8 + length + end > size:
-        raise ValueError(f"is cut off: {size} bytes of the {8 + length + end} that its header announces")
-    return {name: entry["shape"] for name, entry in tensors.items()}
-
-
-def _checked_end(name: str, entry: Any) -> int:
-    try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        bits = _BITS.get(dtype, 8 if str(dtype).startswith("F8") else None)
-        right = bits is None or (end - begin) * 8 == prod(shape) * bits
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"has no dtype, shape and data_offsets for {name}") from None
-    if not right or begin < 0:
-        raise ValueError(f"gives {name} of shape {shape} in {dtype} {end - begin} bytes")
-    return int(end)
-
-
-def _embedding_problem(shapes: Mapping[str, list[int]], sizes: Mapping[str, Any]) -> str:
+def _embedding_problem(tensors: Mapping[str, TensorHead], sizes: Mapping[str, Any]) -> str:
     expected = [sizes.get("vocab_size"), sizes.get("hidden_size")]
     for name in _EMBEDDINGS:
-        if name in shapes and None not in expected and list(shapes[name]) != expected:
+        if name in tensors and None not in expected and (shape := tensors[name].shape) != expected:
             return (
-                f"holds the weights of another model than its config.json: {name} has the shape {shapes[name]}, and "
+                f"holds the weights of another model than its config.json: {name} has the shape {shape}, and "
                 f"vocab_size and hidden_size are {expected}"
             )
     return ""
