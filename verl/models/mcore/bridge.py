@@ -6,12 +6,14 @@ it, the layers that the bridge chooses.
 """
 
 import difflib
+import importlib
 import importlib.machinery
 import importlib.util
 import logging
 import sys
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,6 +97,7 @@ def _import_auto_bridge() -> type:
     if has_transformer_engine() or "megatron.bridge" in sys.modules:
         from megatron.bridge import AutoBridge
 
+        _register_own_bridges()
         return AutoBridge
     names = ["transformer_engine", "transformer_engine.pytorch"]
     sys.modules.update({name: _StandInModule(name) for name in names})
@@ -105,7 +108,14 @@ def _import_auto_bridge() -> type:
     finally:
         for name in [n for n in sys.modules if n.split(".")[0] == "transformer_engine"]:
             del sys.modules[name]
+    _register_own_bridges()
     return AutoBridge
+
+
+def _register_own_bridges() -> None:
+    """Import the ``bridge_<model>.py`` of this folder: each registers an architecture that megatron-bridge lacks."""
+    for file in sorted(Path(__file__).parent.glob("bridge_*.py")):
+        importlib.import_module(f"verl.models.mcore.{file.stem}")
 
 
 class _StandInType(type):

@@ -14,6 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+# Where verl.models.mcore.bridge looks for bridges of its own; each worker process imports them.
+_OWN_BRIDGES = Path(__file__).resolve().parents[2] / "models" / "mcore"
+
 __all__ = ["Field", "bridge_file", "ddp_fields", "optimizer_fields", "provider_fields", "supported_architectures"]
 
 
@@ -68,10 +71,12 @@ def _package(name: str) -> Path | None:
 
 @functools.cache
 def _bridge_files() -> Mapping[str, Path]:
-    """Hugging Face architecture -> the file of megatron-bridge that registers it."""
+    """Hugging Face architecture -> the file, megatron-bridge's or ours, that registers it with megatron-bridge."""
     root = _package("megatron.bridge")
+    if root is None:
+        return {}
     found: dict[str, Path] = {}
-    for file in sorted(root.glob("models/**/*bridge*.py")) if root else []:
+    for file in [*sorted(root.glob("models/**/*bridge*.py")), *sorted(_OWN_BRIDGES.glob("bridge_*.py"))]:
         text = file.read_text(encoding="utf-8", errors="ignore")
         constants = dict(re.findall(r"^(\w+) = [\"'](\w+)[\"']$", text, re.MULTILINE))
         for name in re.findall(r"register_bridge\(\s*source=[\"']?(\w+)", text):
@@ -80,7 +85,9 @@ def _bridge_files() -> Mapping[str, Path]:
 
 
 def supported_architectures() -> frozenset[str]:
-    """Hugging Face architectures that the installed megatron-bridge registers; empty if that cannot be told."""
+    """Hugging Face architectures that the installed megatron-bridge or this package registers; empty if that cannot be
+    told.
+    """
     return frozenset(_bridge_files())
 
 
@@ -147,9 +154,12 @@ def _read(node: ast.expr, kinds: set[str], words: list[str]) -> bool:
 def provider_fields(architecture: str) -> Mapping[str, Field]:
     """Fields of the transformer configuration of a model: megatron-core's, and those that its provider adds.
 
-    For an architecture that is not registered, those of all providers.
+    For an architecture that is not registered, or by a bridge of ours, which may build on any other, those of all
+    providers.
     """
     core, bridge, own = _package("megatron.core"), _package("megatron.bridge"), bridge_file(architecture)
+    if own is not None and own.parent == _OWN_BRIDGES:
+        own = None
     if core is None or bridge is None:
         return {}
     models = bridge / "models"
