@@ -10,6 +10,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 generated=verl/trainer/config/_generated_ppo_megatron_trainer.yaml
 {
+    echo "# SPDX-License-Identifier: Apache-2.0"
     echo "# Written by scripts/generate_trainer_config.sh; edit the files it is composed of, not this one."
     "$python" scripts/print_cfg.py ppo_trainer model_engine=megatron
 } >"$generated.new"
