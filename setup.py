@@ -23,7 +23,7 @@ setup(
     license="Apache-2.0",
     packages=find_packages(include=["verl", "verl.*"]),
     package_data={"": ["version/version", "*.yaml", "**/*.yaml"]},
-    python_requires=">=3.10",
+    python_requires=">=3.12",
     install_requires=requirements("requirements.txt"),
     extras_require={
         # megatron-bridge cannot be an extra: it is installed without its dependency list, see requirements-mcore.txt.

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# As verl.utils.environment says it; this script takes nothing from the package.
+PYTHON = (3, 12)
 REQUIREMENT_FILES = ("requirements.txt", "requirements-mcore.txt", "requirements-test.txt")
 TEST_FILE = "requirements-test.txt"
 OPTIONAL = {
@@ -178,8 +180,8 @@ def report() -> str:
     packages, missing = package_lines()
     devices, troubles = device_lines()
     problems = missing + troubles
-    if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-        problems.insert(0, f"Python is {platform.python_version()}; 3.12 is the tested one")
+    if sys.version_info[:2] != PYTHON:
+        problems.insert(0, f"Python is {platform.python_version()}; {'.'.join(map(str, PYTHON))} is the tested one")
     variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     variables += [f"{name} is set" for name in PRIVATE_VARIABLES if name in os.environ]
     cure = ["", "scripts/setup_env.sh makes an environment with every pinned package."] if missing else []

@@ -6,13 +6,20 @@ A test draws the pictures again and compares, so a change of the split shows in 
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's, whatever the environment has installed
 
-from verl.models.mcore.packing import alignment, make_layout, roll_left_within_sequences, zigzag_indices
+from verl.utils.environment import use_environment  # noqa: E402
+
+use_environment()
+
+import torch  # noqa: E402
+
+from verl.models.mcore.packing import alignment, make_layout, roll_left_within_sequences, zigzag_indices  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "_static"
 RANK_COLOURS = ("#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc")

@@ -8,9 +8,17 @@ is the family's own default.
 
 import argparse
 import inspect
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from verl.utils.tiny_model import FAMILIES
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's, whatever the environment has installed
+
+from verl.utils.environment import use_environment  # noqa: E402
+
+use_environment()
+
+from verl.utils.tiny_model import FAMILIES  # noqa: E402
 
 SIZES = {
     "layers": "decoder layers",

@@ -7,9 +7,13 @@ Usage: ``print_cfg.py CONFIG_NAME [key=value ...]`` or ``print_cfg.py --keys``. 
 import sys
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's, whatever the environment has installed
+
+from verl.utils.environment import use_environment  # noqa: E402
+
+use_environment()
+
+from omegaconf import OmegaConf  # noqa: E402
 
 from verl.utils.config import compose_config, did_you_mean, explain_hydra_error, flatten, to_tree  # noqa: E402
 

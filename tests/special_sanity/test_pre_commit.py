@@ -5,9 +5,9 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
-import tomllib
 import yaml
 
 from tests.special_sanity.checks import REPO_ROOT

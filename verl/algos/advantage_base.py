@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ register_adv_est = ADV_ESTIMATOR_REGISTRY.register
 get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.get
 
 
-class AdvantageEstimator(str, Enum):
+class AdvantageEstimator(StrEnum):
     """Names of the estimators, for code that compares with ``algorithm.adv_estimator``."""
 
     GAE = "gae"

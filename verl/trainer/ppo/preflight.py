@@ -73,14 +73,13 @@ from verl.utils.config import (
     to_tree,
     type_in_words,
 )
+from verl.utils.environment import MIN_PYTHON
 from verl.utils.quiet import quiet_libraries
 from verl.utils.run_end import last_words
 from verl.workers.config.names import check_name
 from verl.workers.config.reward import REWARD_MANAGERS, reward_kwargs_problem
 
 logger = logging.getLogger(__name__)
-
-MIN_PYTHON = (3, 10)
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 MODEL, ENGINE = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
