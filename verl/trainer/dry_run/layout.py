@@ -164,7 +164,7 @@ def _groups(sizes: Mapping[str, int], name: str, members: tuple[str, ...]) -> Gr
 
 def _dense_groups(tp: int, cp: int, dp: int, pp: int) -> list[Groups]:
     sizes = {"tensor": tp, "context": cp, "data": dp, "pipeline": pp}
-    kinds = {name: (name,) for name in sizes}
+    kinds: dict[str, tuple[str, ...]] = {name: (name,) for name in sizes}
     kinds |= {"gradient": ("context", "data"), "model": ("tensor", "pipeline")}
     return [_groups(sizes, name, members) for name, members in kinds.items()]
 

@@ -3,12 +3,12 @@
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl.trainer.dry_run.batches import (
     BatchReport,
@@ -39,7 +39,7 @@ from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.trainer.ppo.preflight_model import is_about_this_machine, read_model
 from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
 from verl.trainer.ppo.preflight_repair import is_consequence, value_in_words, with_usable_numbers
-from verl.utils.config import compose_config, flatten
+from verl.utils.config import compose_config, flatten, to_tree
 
 COMMANDS = {
     "ppo_trainer": "verl.trainer.main_ppo",
@@ -47,7 +47,7 @@ COMMANDS = {
     "generation": "verl.trainer.main_generation",
     "evaluation": "verl.trainer.main_eval",
 }
-_CHECKS = {
+_CHECKS: dict[str, Callable[..., Findings]] = {
     "ppo_trainer": check_ppo_config,
     "sft_trainer_engine": check_sft_config,
     "generation": check_generation_config,
@@ -110,11 +110,9 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
     except ValueError as error:  # an interpolation that leads nowhere
         return Report(command, (*refused, *str(error).splitlines()), changed=changed_keys(config, config_name))
     key_errors = [*refused, *found.key_errors]
-    errors, doubtful = [], []
-    for error in found.errors:
-        (doubtful if is_consequence(error, key_errors) else errors).append(error)
-    elsewhere = [error for error in errors if is_about_this_machine(error)]
-    errors = [error for error in errors if error not in elsewhere]
+    doubtful = [problem for problem in found.errors if is_consequence(problem, key_errors)]
+    elsewhere = [problem for problem in found.errors if problem not in doubtful and is_about_this_machine(problem)]
+    errors = [problem for problem in found.errors if problem not in (*doubtful, *elsewhere)]
     tree, unusable = with_usable_numbers(found.tree, found.defaults, config_name)
     parts = _describe(tree, config_name, found)
     if parts.get("batches") is not None:
@@ -208,12 +206,12 @@ def _place_notes(tree: Mapping, config_name: str) -> list[str]:
 
 @functools.cache
 def _shipped(config_name: str) -> dict[str, Any]:
-    return flatten(OmegaConf.to_container(compose_config(config_name), resolve=False))
+    return flatten(to_tree(compose_config(config_name), resolve=False))
 
 
 def changed_keys(config: DictConfig, config_name: str) -> tuple[ChangedKey, ...]:
     """The keys that were written, with their values; what follows another key is not listed."""
-    given = flatten(OmegaConf.to_container(config, resolve=False))
+    given = flatten(to_tree(config, resolve=False))
     shipped = _shipped(config_name)
     return tuple(
         ChangedKey(key, value, shipped.get(key))
