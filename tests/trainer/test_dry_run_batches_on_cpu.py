@@ -187,6 +187,23 @@ def test_a_warm_up_longer_than_the_run_is_an_error(prompts: Path) -> None:
     assert problem.startswith(f"{A}.actor.optim.lr_warmup_steps=90") and "89" in problem
 
 
+TOTAL = 90  # 100 // 32 = 3 steps an epoch x 30 epochs
+
+
+def test_the_actor_s_schedule_is_shorter_by_the_critic_s_warm_up(prompts: Path) -> None:
+    changes = [f"{A}.actor.optim.lr_decay_style=cosine", "trainer.critic_warmup=30", "algorithm.adv_estimator=gae"]
+    changes += ["critic.optim.lr_decay_style=cosine", f"{A}.actor.optim.lr_warmup_steps_ratio=0.5"]
+    tree = ppo(prompts, *changes, f"critic.optim.lr_warmup_steps={TOTAL - 1}")
+    batches = describe_ppo_batches(tree, dp=1, uses_reference=False)
+    actor, critic = batches.schedules
+    assert (actor.decay_steps, actor.warmup_steps) == (TOTAL - 30, (TOTAL - 30) // 2)
+    assert (critic.decay_steps, critic.warmup_steps) == (TOTAL, TOTAL - 1)
+    assert warmup_problems(batches, tree) == []
+    tree[A]["actor"]["optim"]["lr_warmup_steps"] = TOTAL - 30
+    (problem,) = warmup_problems(describe_ppo_batches(tree, dp=1, uses_reference=False), tree)
+    assert problem.startswith(f"{A}.actor.optim.lr_warmup_steps={TOTAL - 30} must be below")
+
+
 def test_the_key_is_in_every_config() -> None:
     for name in ("ppo_trainer", "sft_trainer_engine", "generation", "evaluation"):
         assert flatten(tree_of(name))["trainer.dry_run"] is False

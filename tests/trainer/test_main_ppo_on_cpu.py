@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl.trainer.main_ppo import check_local_cpus, ray_init_kwargs, time_limited
+from verl.trainer.main_ppo import TaskRunner, check_local_cpus, check_schedules, ray_init_kwargs, time_limited
 from verl.utils.config import compose_config
 
 
@@ -75,3 +75,50 @@ def test_more_workers_than_cpus_are_answered_with_what_would_fit(monkeypatch, ov
     check_local_cpus(_config("ray_kwargs.ray_init.num_cpus=2", "trainer.n_gpus_per_node=2"))
     fitting = ["ray_kwargs.ray_init.num_cpus=2", "trainer.n_gpus_per_node=3", "trainer.num_cpus_per_worker=0.666"]
     check_local_cpus(_config(*fitting))
+
+
+ACTOR_OPTIM, CRITIC_OPTIM = "actor_rollout_ref.actor.optim", "critic.optim"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        # 100 // 32 = 3 steps an epoch, 2 epochs
+        ([f"{ACTOR_OPTIM}.lr_warmup_steps=6"], f"{ACTOR_OPTIM}.lr_warmup_steps=6 must be below the schedule's 6 steps"),
+        ([f"{ACTOR_OPTIM}.lr_warmup_steps=4", "trainer.critic_warmup=2"], "the schedule's 4 steps; use at most 3"),
+        (
+            [f"{ACTOR_OPTIM}.lr_warmup_steps_ratio=0.9", f"{ACTOR_OPTIM}.lr_decay_steps=5"],
+            f"{ACTOR_OPTIM}.lr_warmup_steps_ratio=0.9 of 6 steps is a warm-up of 5, which must be below",
+        ),
+        (
+            [
+                "algorithm.adv_estimator=gae",
+                f"{CRITIC_OPTIM}.lr_decay_style=cosine",
+                f"{CRITIC_OPTIM}.lr_warmup_steps=7",
+            ],
+            f"{CRITIC_OPTIM}.lr_warmup_steps=7 must be below the schedule's 6 steps",
+        ),
+        ([f"{ACTOR_OPTIM}.lr_warmup_steps=5"], None),
+        ([f"{ACTOR_OPTIM}.lr_warmup_steps=60", f"{ACTOR_OPTIM}.lr_decay_style=constant"], None),
+        ([f"{ACTOR_OPTIM}.lr_warmup_steps=60", "trainer.total_training_steps=61"], None),
+    ],
+)
+def test_a_warm_up_that_the_run_is_too_short_for(overrides, said):
+    given = ["data.train_batch_size=32", "trainer.total_epochs=2", "algorithm.adv_estimator=grpo"]
+    given += [f"{ACTOR_OPTIM}.lr_decay_style=cosine", *overrides]
+    if said is None:
+        check_schedules(_config(*given), 100)
+        return
+    with pytest.raises(ValueError) as error:
+        check_schedules(_config(*given), 100)
+    assert said in str(error.value)
+
+
+def test_the_schedules_are_checked_where_the_data_are_opened_which_is_before_ray(monkeypatch):
+    checked = []
+    monkeypatch.setattr("verl.utils.tokenizer.hf_tokenizer", lambda *args: None)
+    monkeypatch.setattr("verl.trainer.main_ppo.create_rl_dataset", lambda *args: range(100))
+    monkeypatch.setattr("verl.trainer.ppo.reward.load_reward_manager", lambda *args: None)
+    monkeypatch.setattr("verl.trainer.main_ppo.check_schedules", lambda config, rows: checked.append(rows))
+    TaskRunner(_config())
+    assert checked == [100]

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl.trainer.dry_run.command import run_command
 from verl.trainer.ppo.preflight import validate_ppo_config
+from verl.trainer.ppo.preflight_critic import uses_critic
+from verl.utils.config import to_tree
 from verl.utils.device import DEVICE_ENV
+from verl.utils.run_length import check_warmup, lengths_of_schedules, resolve_total_steps
 
 RAY_START_TIMEOUT_S = 180.0
 
@@ -177,6 +181,25 @@ def create_rl_dataset(data_files: Any, config: DictConfig, tokenizer: Any, max_s
     return RLHFDataset(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
 
 
+def check_schedules(config: DictConfig, num_prompts: int) -> None:
+    """Refuse a warm-up of the learning rate that the run is too short for.
+
+    Raises:
+        ValueError: names the key and the longest warm-up.
+    """
+    from verl.trainer.ppo.dynamic_sampling import loader_batch_size
+
+    trainer, steps_per_epoch = config.trainer, num_prompts // loader_batch_size(config)
+    if not steps_per_epoch:
+        return  # which the loader refuses
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trainer gives the same warning
+        total = resolve_total_steps(steps_per_epoch, trainer.total_epochs, trainer.total_training_steps)
+    tree = to_tree(config)
+    for key, length in lengths_of_schedules(total, trainer.critic_warmup or 0, uses_critic(tree)).items():
+        check_warmup(key, OmegaConf.select(config, key), length)
+
+
 class TaskRunner:
     """The parts of one run: making it opens tokenizer, data and rewards, `build_trainer` and `run` need Ray.
 
@@ -198,6 +221,7 @@ class TaskRunner:
         self.val_dataset = None
         if data.val_files:
             self.val_dataset = create_rl_dataset(data.val_files, data, self.tokenizer, data.val_max_samples)
+        check_schedules(config, len(self.train_dataset))
         self.reward_fn = load_reward_manager(config, self.tokenizer)
         self.trainer: Any = None
 

@@ -81,6 +81,12 @@ def test_the_commands_that_are_changed_here_are_right(files: Files, kind: str) -
     assert problems(files, kind) == []
 
 
+def test_sgd_goes_without_the_distributed_optimizer(files: Files) -> None:
+    changes = [f"{OPTIM}.optimizer=sgd", f"{A}.actor.megatron.use_distributed_optimizer=False"]
+    assert problems(files, "ppo", *changes) == []
+    assert problems(files, "sft", "optim.optimizer=sgd", "engine.use_distributed_optimizer=False") == []
+
+
 WRONG = [
     # numbers that are none, or of no sense
     ("ppo", [f"{A}.rollout.temperature=nan"], f"{A}.rollout.temperature=nan is not a finite number"),
@@ -92,6 +98,13 @@ WRONG = [
     ("ppo", [f"{OPTIM}.clip_grad=-1"], f"{OPTIM}.clip_grad=-1 must be 0 or more; 0 clips nothing"),
     ("ppo", [f"{OPTIM}.weight_decay=-0.1"], f"{OPTIM}.weight_decay=-0.1 must be 0 or more"),
     ("ppo", [f"{OPTIM}.lr_warmup_steps=-5"], f"{OPTIM}.lr_warmup_steps=-5 must be 0 or more, or -1"),
+    ("ppo", [f"{OPTIM}.optimizer=sgd"], f"{OPTIM}.optimizer='sgd' does not go with {A}.actor.megatron.use_distributed"),
+    ("sft", ["optim.optimizer=sgd"], "set engine.use_distributed_optimizer=False"),
+    (
+        "sft",
+        ["+optim.override_optimizer_config.optimizer=sgd"],
+        "optim.override_optimizer_config.optimizer='sgd' does not go with engine.use_distributed_optimizer=True",
+    ),
     ("ppo", [f"{OPTIM}.lr_warmup_init=5"], f"{OPTIM}.lr_warmup_init=5 is above {OPTIM}.lr=1e-06"),
     ("ppo", [f"{OPTIM}.lr_decay_steps=0"], f"{OPTIM}.lr_decay_steps=0 must be null or a whole number"),
     ("ppo", [f"{OPTIM}.betas=[a,b]"], f"{OPTIM}.betas=['a', 'b'] must be two numbers"),

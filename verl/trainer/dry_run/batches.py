@@ -12,7 +12,7 @@ from typing import Any
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.trainer.ppo.preflight_files import as_paths, open_data_file
-from verl.utils.run_length import check_warmup, resolve_total_steps
+from verl.utils.run_length import check_warmup, lengths_of_schedules, resolve_total_steps
 
 _A = "actor_rollout_ref"
 
@@ -235,9 +235,16 @@ def describe_ppo_batches(tree: Mapping, dp: int | None, uses_reference: bool) ->
         updates=tuple(updates),
         passes=tuple(passes),
         steps=steps,
-        schedules=tuple(describe_schedule(key, optim, steps.total_steps) for key, optim in sections),
+        schedules=tuple(describe_schedule(key, optim, _length(key, steps, tree)) for key, optim in sections),
         notes=tuple(notes),
     )
+
+
+def _length(key: str, steps: Steps, tree: Mapping) -> int | None:
+    """Updates that the schedule of an optimiser section counts; None if they are not known."""
+    if steps.total_steps is None or key == "optim":
+        return steps.total_steps
+    return lengths_of_schedules(steps.total_steps, get(tree, "trainer.critic_warmup") or 0, True)[key]
 
 
 def _updates(section: Mapping, path: str, name: str, train: int, n: int, dp: int | None, longest: int) -> Updates:
@@ -383,12 +390,12 @@ def warmup_problems(batches: BatchReport, tree: Mapping) -> list[str]:
     """Schedules whose warm-up is longer than the run."""
     problems = []
     for schedule in batches.schedules:
-        if batches.steps.total_steps is None:
+        length = _length(schedule.key, batches.steps, tree)
+        if length is None:
             continue
         optim = SimpleNamespace(**{name: value for name, value in get(tree, schedule.key).items() if name[0] != "_"})
-        optim.lr_warmup_steps = -1 if optim.lr_warmup_steps is None else optim.lr_warmup_steps
         try:
-            check_warmup(schedule.key, optim, batches.steps.total_steps)
+            check_warmup(schedule.key, optim, length)
         except ValueError as error:
             problems.append(str(error))
     return problems

@@ -31,7 +31,7 @@ def check_ppo_overrides(tree: Mapping) -> list[str]:
     actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
     model = get(tree, "actor_rollout_ref.model")
     errors = check_overrides(f"{actor}.megatron", get(tree, f"{actor}.megatron"), "actor_rollout_ref.model", model)
-    errors += _check_optimizer(f"{actor}.optim", get(tree, f"{actor}.optim"))
+    errors += _check_optimizer(f"{actor}.optim", get(tree, f"{actor}.optim"), f"{actor}.megatron", tree)
     if get(tree, f"{ref}.megatron.override_transformer_config") != get(
         tree, f"{actor}.megatron.override_transformer_config"
     ):
@@ -43,14 +43,14 @@ def check_ppo_overrides(tree: Mapping) -> list[str]:
         known = [error.replace(actor, "critic") for error in errors]
         found = check_overrides("critic.megatron", critic, "critic.model", own)
         errors += [error for error in found if error not in known]
-        errors += _check_optimizer("critic.optim", get(tree, "critic.optim"))
+        errors += _check_optimizer("critic.optim", get(tree, "critic.optim"), "critic.megatron", tree)
     return errors
 
 
 def check_sft_overrides(tree: Mapping) -> list[str]:
     """The groups of fine-tuning."""
     errors = check_overrides("engine", tree["engine"], "model", tree["model"])
-    return errors + _check_optimizer("optim", tree["optim"])
+    return errors + _check_optimizer("optim", tree["optim"], "engine", tree)
 
 
 def check_overrides(path: str, engine: Mapping, model_path: str, model: Mapping) -> list[str]:
@@ -89,10 +89,18 @@ def check_overrides(path: str, engine: Mapping, model_path: str, model: Mapping)
     return errors
 
 
-def _check_optimizer(path: str, optim: Mapping) -> list[str]:
+def _check_optimizer(path: str, optim: Mapping, engine_path: str, tree: Mapping) -> list[str]:
     group, given = f"{path}.override_optimizer_config", optim["override_optimizer_config"] or {}
     fields = sources.optimizer_fields() if given else {}
-    return _check_fields(group, given, fields, "megatron-core's optimizer configuration")
+    errors = _check_fields(group, given, fields, "megatron-core's optimizer configuration")
+    name = given.get("optimizer", optim["optimizer"])
+    if name == "sgd" and get(tree, f"{engine_path}.use_distributed_optimizer"):
+        key = f"{group}.optimizer" if "optimizer" in given else f"{path}.optimizer"
+        errors.append(
+            f"{key}='sgd' does not go with {engine_path}.use_distributed_optimizer=True, which shards Adam's "
+            f"state only; set {engine_path}.use_distributed_optimizer=False"
+        )
+    return errors
 
 
 def _check_fields(group: str, given: Mapping, fields: Mapping[str, sources.Field], owner: str) -> list[str]:
