@@ -1,5 +1,5 @@
-# shellcheck shell=bash
 # SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
 #
 # Sourced by every run_*.sh: goes to the repository's folder, so that paths in a script are relative to it, and finds its
 # Python. What a script trains, and with which settings, is in that script alone.

@@ -254,6 +254,7 @@ def audit(folder: str | None, settings: dict[str, Any], asked: dict[str, int]) -
 
 
 def main() -> int:
+    """Run the audit that the command line asks for; returns the exit code."""
     if set(sys.argv[1:]) & {"-h", "--help", "help"}:
         print(__doc__)
         return 0

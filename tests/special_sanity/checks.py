@@ -6,13 +6,18 @@ Every violation reads ``path:line: what is wrong``.
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
 
 REPO_ROOT = Path(__file__).resolve().parent.parent.parent
-SPDX_LINE = "# SPDX-License-Identifier: Apache-2.0"
+LICENCE = "SPDX-License-Identifier: Apache-2.0"
+SPDX_LINE = f"# {LICENCE}"
+# What a program wants to read in the first line: the kernel, docker's builder, hydra.
+BEFORE_LICENCE = ("#!", "# syntax=", "# @package ")
+# Where our own sources are, besides the Python files of the root.
+FOLDERS = ("verl", "tests", "scripts", "examples", "recipe", "docs", "docker", ".ci")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -43,9 +48,31 @@ PASSAGES = {"verl.workers"}
 DEVICE_LAYER = {"verl/utils/device.py", "verl/utils/megatron/cpu_backend.py"}
 
 
-def python_files() -> list[Path]:
-    """All modules of the package, as paths from the repository root."""
-    return sorted(path.relative_to(REPO_ROOT) for path in (REPO_ROOT / "verl").rglob("*.py"))
+def source_files(root: Path = REPO_ROOT) -> list[Path]:
+    """Every file of a tree that a rule may look at, as paths from its root."""
+    found = [*root.glob("*.py"), *(path for folder in FOLDERS for path in (root / folder).rglob("*"))]
+    names = (path.relative_to(root) for path in found if path.is_file())
+    return sorted(name for name in names if not {"_build", "__pycache__"} & set(name.parts))
+
+
+def rules_for(path: Path) -> list[Callable[[str | Path, str], list[str]]]:
+    """The checks of a single text that a file must pass, by its path from the root.
+
+    The licence line: what is run or read by a program of ours. Lengths: all Python. Docstrings and devices: all Python
+    but the tests, whose names say what they promise and which may name what they test.
+    """
+    top, kind = path.parts[0], path.suffix
+    is_config = kind == ".yaml" and top == "verl"
+    rules = []
+    if kind in (".py", ".sh", ".css") or path.name.startswith("Dockerfile") or top == ".ci" or is_config:
+        rules.append(check_licence)
+    if kind == ".py":
+        rules.append(check_lengths)
+    if kind == ".py" and top != "tests":
+        rules += [check_docstrings, check_device_literals, check_no_dataproto_in_engine]
+    if is_config:
+        rules.append(check_yaml_documented)
+    return rules
 
 
 def module_name(path: str | Path) -> str:
@@ -94,20 +121,28 @@ def check_floors(path: str | Path, source: str, modules: set[str]) -> list[str]:
     own = floor_of(module)
     if own is None:
         is_passage = module in PASSAGES and not ast.parse(source, str(path)).body
-        return [] if is_passage else [f"{path}:1: no floor is assigned to {module}"]
+        return [] if is_passage else [f"{path}:1: no floor is assigned to {module}; give it one in FLOORS"]
     problems = []
     for line, name in imported_modules(path, source, modules):
         floor = floor_of(name)
         if floor is None:
             problems.append(f"{path}:{line}: imports {name}, which has no floor")
         elif floor > own:
-            problems.append(f"{path}:{line}: floor {own} imports {name} of floor {floor}")
+            problems.append(f"{path}:{line}: floor {own} imports {name} of floor {floor}; import down only")
     return problems
 
 
-def check_spdx(path: str | Path, source: str) -> list[str]:
-    """The first line names the licence. Empty files need none."""
-    return [] if not source or source.splitlines()[0] == SPDX_LINE else [f"{path}:1: first line is not {SPDX_LINE!r}"]
+def check_licence(path: str | Path, source: str) -> list[str]:
+    """The first line names the licence, or the second below a line of BEFORE_LICENCE. Empty files need none."""
+    lines = source.splitlines()
+    if lines and lines[0].startswith(BEFORE_LICENCE):
+        del lines[0]
+    wanted = f"/* {LICENCE} */" if Path(path).suffix == ".css" else SPDX_LINE
+    if not source or lines[:1] == [wanted]:
+        return []
+    return [
+        f"{path}:1: no licence line; write {wanted!r} as line 1, or as line 2 below a '#!', '# syntax=', '# @package'"
+    ]
 
 
 def check_docstrings(path: str | Path, source: str) -> list[str]:
@@ -119,19 +154,22 @@ def check_docstrings(path: str | Path, source: str) -> list[str]:
     tree = ast.parse(source, str(path))
     problems = []
     if tree.body and not ast.get_docstring(tree):
-        problems.append(f"{path}:1: module has no docstring")
+        problems.append(f"{path}:1: module has no docstring; say what it is for in its first string")
     for node in tree.body:
         if not isinstance(node, (*FUNCTION_NODES, ast.ClassDef)) or node.name.startswith("_"):
             continue
         if not ast.get_docstring(node):
-            problems.append(f"{path}:{node.lineno}: {node.name} has no docstring")
+            problems.append(f"{path}:{node.lineno}: {node.name} has no docstring; write one, or begin its name with _")
         if isinstance(node, ast.ClassDef) and not node.bases:
             for method in node.body:
                 if not isinstance(method, FUNCTION_NODES) or method.name.startswith("_"):
                     continue
                 is_setter = any(ast.unparse(d).endswith(".setter") for d in method.decorator_list)
                 if not is_setter and not ast.get_docstring(method):
-                    problems.append(f"{path}:{method.lineno}: {node.name}.{method.name} has no docstring")
+                    name = f"{node.name}.{method.name}"
+                    problems.append(
+                        f"{path}:{method.lineno}: {name} has no docstring; write one, or begin its name with _"
+                    )
     return problems
 
 
@@ -164,13 +202,14 @@ def check_lengths(path: str | Path, source: str) -> list[str]:
     problems = []
     num_lines = len(source.splitlines())
     if num_lines > MAX_FILE_LINES:
-        problems.append(f"{path}:1: {num_lines} lines, at most {MAX_FILE_LINES} are allowed")
+        problems.append(f"{path}:1: {num_lines} lines, at most {MAX_FILE_LINES} are allowed; divide the file")
     for node in ast.walk(ast.parse(source, str(path))):
         if isinstance(node, FUNCTION_NODES):
             length = node.end_lineno - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
                 problems.append(
-                    f"{path}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES} are allowed"
+                    f"{path}:{node.lineno}: {node.name} has {length} lines, "
+                    f"at most {MAX_FUNCTION_LINES} are allowed; divide the function"
                 )
     return problems
 
@@ -204,9 +243,9 @@ def check_yaml_documented(path: str | Path, source: str) -> list[str]:
     problems = []
     for key, dotted in _leaf_keys(root, ""):
         line = key.start_mark.line
-        above = lines[line - 1].strip() if line else ""
+        above = lines[line - 1].strip().replace(SPDX_LINE, "") if line else ""
         if not above.startswith("#") and not re.search(r"\s#", lines[line]):
-            problems.append(f"{path}:{line + 1}: {dotted} has no comment")
+            problems.append(f"{path}:{line + 1}: {dotted} has no comment; say above it what it sets")
     return problems
 
 

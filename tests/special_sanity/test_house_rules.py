@@ -1,56 +1,80 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of the house hold for every module, and each check is shown to fail on a planted fault."""
+"""The rules of the house hold for every file, and each check is shown to fail on a planted fault."""
+
+from pathlib import Path
 
 import pytest
 
 from tests.special_sanity import checks
 
-PATHS = checks.python_files()
-MODULES = {checks.module_name(path) for path in PATHS}
-TEXT_CHECKS = [
-    checks.check_spdx,
-    checks.check_docstrings,
-    checks.check_device_literals,
-    checks.check_lengths,
-    checks.check_no_dataproto_in_engine,
-]
+FILES = checks.source_files()
+MODULES = {checks.module_name(path) for path in FILES if path.parts[0] == "verl" and path.suffix == ".py"}
+RULES = sorted({rule for path in FILES for rule in checks.rules_for(path)}, key=lambda rule: rule.__name__)
 
 
 def report(problems: list[str]) -> str:
     return "\n".join(["", *problems])
 
 
-def read(path) -> str:
+def read(path: Path) -> str:
     return (checks.REPO_ROOT / path).read_text(encoding="utf-8")
 
 
-def test_there_are_modules_to_check():
+def test_there_are_files_to_check():
     assert "verl.utils.device" in MODULES and len(MODULES) > 10
+    found = {str(path) for path in FILES}
+    assert {"setup.py", "docs/conf.py", "scripts/test.sh", "docker/Dockerfile.gpu", ".ci/run"} <= found
+    assert {"verl/trainer/config/ppo_trainer.yaml", "examples/common.sh", "tests/trainer/ppo/fakes.py"} <= found
+    assert len(RULES) == 6
 
 
 def test_imports_go_down_the_floors():
-    problems = [problem for path in PATHS for problem in checks.check_floors(path, read(path), MODULES)]
+    modules = [path for path in FILES if path.parts[0] == "verl" and path.suffix == ".py"]
+    problems = [problem for path in modules for problem in checks.check_floors(path, read(path), MODULES)]
     assert not problems, report(problems)
 
 
-@pytest.mark.parametrize("check", TEXT_CHECKS, ids=lambda check: check.__name__)
-def test_every_module_keeps(check):
-    problems = [problem for path in PATHS for problem in check(path, read(path))]
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_file_keeps(rule):
+    problems = [problem for path in FILES if rule in checks.rules_for(path) for problem in rule(path, read(path))]
     assert not problems, report(problems)
 
 
-def test_config_keys_are_documented():
-    paths = sorted((checks.REPO_ROOT / "verl/trainer/config").rglob("*.yaml"))
-    names = [path.relative_to(checks.REPO_ROOT) for path in paths]
-    problems = [problem for name in names for problem in checks.check_yaml_documented(name, read(name))]
-    assert not problems, report(problems)
+def check_planted(path: str, planted: str, said: str) -> None:
+    """A file of ours with one fault in it gives one problem, at this file and in these words."""
+    assert Path(path) in FILES
+    problems = [problem for rule in checks.rules_for(Path(path)) for problem in rule(path, planted)]
+    assert len(problems) == 1 and problems[0].startswith(f"{path}:") and said in problems[0], problems
 
 
-@pytest.mark.parametrize("folder", ["tests", "examples", "scripts", "recipe"])
-def test_files_outside_the_package_name_the_licence(folder):
-    paths = sorted(path.relative_to(checks.REPO_ROOT) for path in (checks.REPO_ROOT / folder).rglob("*.py"))
-    problems = [problem for path in paths for problem in checks.check_spdx(path, read(path))]
-    assert not problems, report(problems)
+LICENSED = """
+    setup.py docs/conf.py scripts/setup_env.sh examples/common.sh .ci/run docker/Dockerfile.cpu docs/_static/site.css
+    verl/trainer/config/ppo_trainer.yaml verl/trainer/config/model_engine/megatron.yaml
+    verl/trainer/config/_generated_ppo_megatron_trainer.yaml
+""".split()
+
+
+@pytest.mark.parametrize("path", LICENSED)
+def test_a_licence_line_taken_away_is_missed(path):
+    source = read(Path(path))
+    assert source.count(checks.LICENCE) == 1
+    without = "".join(line for line in source.splitlines(keepends=True) if checks.LICENCE not in line)
+    check_planted(path, without, "no licence line; write")
+
+
+@pytest.mark.parametrize(
+    ("path", "lines", "said"),
+    [
+        ("scripts/diagnose.py", "def late():\n    pass\n", "late has no docstring; write one"),
+        ("setup.py", "def late():\n    pass\n", "late has no docstring; write one"),
+        ("scripts/diagnose.py", "DEVICE = 'cuda:0'\n", "literal 'cuda:0'; ask verl.utils.device"),
+        ("scripts/diagnose.py", "def _late():\n" + "    x = 1\n" * 80, "_late has 81 lines"),
+        ("tests/trainer/ppo/fakes.py", "def late():\n" + "    x = 1\n" * 80, "at most 80 are allowed; divide"),
+        ("tests/conftest.py", "x = 1\n" * 600, "at most 600 are allowed; divide"),
+    ],
+)
+def test_a_fault_below_a_file_of_ours_is_found(path, lines, said):
+    check_planted(path, f"{read(Path(path))}\n\n{lines}", said)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +145,8 @@ def test_an_import_downwards_is_allowed(path, line):
 @pytest.mark.parametrize(
     ("check", "path", "source"),
     [
-        (checks.check_spdx, "verl/a.py", '"""Text."""\n'),
+        (checks.check_licence, "verl/a.py", '"""Text."""\n'),
+        (checks.check_licence, "a.sh", "#!/usr/bin/env bash\n"),
         (checks.check_docstrings, "verl/a.py", "X = 1\n"),
         (checks.check_docstrings, "verl/a.py", '"""Text."""\ndef f():\n    pass\n'),
         (checks.check_docstrings, "verl/a.py", '"""Text."""\nclass A:\n    x = 1\n'),
@@ -144,6 +169,7 @@ def test_an_import_downwards_is_allowed(path, line):
         (checks.check_yaml_documented, "a.yaml", "# about a\na:\n  x: 1\n"),
         (checks.check_yaml_documented, "a.yaml", "# about x\nx: 1\ny: {z: 1}\n"),
         (checks.check_yaml_documented, "a.yaml", "x: 'a#b'\n"),
+        (checks.check_yaml_documented, "a.yaml", f"{checks.SPDX_LINE}\nx: 1\n"),
     ],
 )
 def test_a_planted_fault_is_found(check, path, source):
@@ -153,8 +179,8 @@ def test_a_planted_fault_is_found(check, path, source):
 @pytest.mark.parametrize(
     ("check", "path", "source"),
     [
-        (checks.check_spdx, "verl/a.py", checks.SPDX_LINE + "\nx = 1\n"),
-        (checks.check_spdx, "verl/__init__.py", ""),
+        (checks.check_licence, "verl/a.py", checks.SPDX_LINE + "\nx = 1\n"),
+        (checks.check_licence, "verl/__init__.py", ""),
         (checks.check_docstrings, "verl/__init__.py", checks.SPDX_LINE + "\n"),
         (checks.check_docstrings, "verl/a.py", '"""Text."""\ndef _f():\n    pass\n'),
         (

@@ -145,6 +145,47 @@ class FakeWorkerGroup:
         self.calls.append(("load", open(os.path.join(path, "weights")).read()))
 
 
+def worker_config():
+    return {
+        "actor": {
+            "megatron": {
+                "tensor_model_parallel_size": 1,
+                "pipeline_model_parallel_size": 1,
+                "context_parallel_size": 1,
+            },
+            "optim": {
+                "total_training_steps": -1,
+                "lr_warmup_steps": -1,
+                "lr_decay_steps": None,
+                "lr_decay_style": "constant",
+            },
+            "checkpoint": {"save_contents": ["model", "optimizer", "extra"]},
+            "ppo_mini_batch_size": 2,
+            "ppo_epochs": 1,
+            "use_kl_loss": False,
+            "entropy_coeff": 0,
+            "use_dynamic_bsz": True,
+            "ppo_max_token_len_per_gpu": 222,
+            "ppo_micro_batch_size_per_gpu": None,
+            "data_loader_seed": 42,
+            "shuffle": False,
+        },
+        "rollout": {
+            "n": 3,
+            "temperature": 1.0,
+            "val_kwargs": {"n": 1},
+            "log_prob_use_dynamic_bsz": True,
+            "log_prob_max_token_len_per_gpu": 111,
+            "log_prob_micro_batch_size_per_gpu": None,
+        },
+        "ref": {
+            "log_prob_use_dynamic_bsz": True,
+            "log_prob_max_token_len_per_gpu": 333,
+            "log_prob_micro_batch_size_per_gpu": None,
+        },
+    }
+
+
 def make_config(folder, **changes):
     config = OmegaConf.create(
         {
@@ -185,44 +226,7 @@ def make_config(folder, **changes):
                 "critic_warmup": 0,
             },
             "critic": {"enable": None},
-            "actor_rollout_ref": {
-                "actor": {
-                    "megatron": {
-                        "tensor_model_parallel_size": 1,
-                        "pipeline_model_parallel_size": 1,
-                        "context_parallel_size": 1,
-                    },
-                    "optim": {
-                        "total_training_steps": -1,
-                        "lr_warmup_steps": -1,
-                        "lr_decay_steps": None,
-                        "lr_decay_style": "constant",
-                    },
-                    "checkpoint": {"save_contents": ["model", "optimizer", "extra"]},
-                    "ppo_mini_batch_size": 2,
-                    "ppo_epochs": 1,
-                    "use_kl_loss": False,
-                    "entropy_coeff": 0,
-                    "use_dynamic_bsz": True,
-                    "ppo_max_token_len_per_gpu": 222,
-                    "ppo_micro_batch_size_per_gpu": None,
-                    "data_loader_seed": 42,
-                    "shuffle": False,
-                },
-                "rollout": {
-                    "n": 3,
-                    "temperature": 1.0,
-                    "val_kwargs": {"n": 1},
-                    "log_prob_use_dynamic_bsz": True,
-                    "log_prob_max_token_len_per_gpu": 111,
-                    "log_prob_micro_batch_size_per_gpu": None,
-                },
-                "ref": {
-                    "log_prob_use_dynamic_bsz": True,
-                    "log_prob_max_token_len_per_gpu": 333,
-                    "log_prob_micro_batch_size_per_gpu": None,
-                },
-            },
+            "actor_rollout_ref": worker_config(),
         }
     )
     for key, value in changes.items():
