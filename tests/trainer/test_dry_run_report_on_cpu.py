@@ -156,6 +156,32 @@ def test_memory_is_that_of_the_estimate(files: Files) -> None:
     assert f"at most {bytes_in_words(expected.total)}" in " ".join(as_text(report).split())
 
 
+def test_what_is_offloaded_is_told_as_host_memory_of_a_machine(files: Files) -> None:
+    changes = ["trainer.nnodes=2", f"{A}.actor.megatron.param_offload=True", f"{A}.rollout.n=4"]
+    changes += ["trainer.n_gpus_per_node=4", f"{A}.actor.megatron.optimizer_offload=True"]
+    memory = ppo(files, *changes).memory
+    parts = {part["name"]: part["bytes"] for part in memory.estimate["parts"]}
+    moved = ("weights", "optimizer state", "rollout's copy of the model")
+    assert memory.estimate["host_bytes"] == sum(parts[name] for name in moved)
+    assert (memory.ranks_per_machine, memory.host_bytes_of_a_machine) == (4, 4 * memory.estimate["host_bytes"])
+    said = " ".join(as_text(ppo(files, *changes)).split())
+    assert f"host memory {bytes_in_words(memory.host_bytes_of_a_machine)} of a machine's" in said
+    stays = ppo(files, *changes, f"{A}.rollout.free_cache_engine=False").memory
+    assert stays.estimate["host_bytes"] == parts["weights"] + parts["optimizer state"]
+    assert stays.estimate["phases"]["update"] == memory.estimate["phases"]["update"] + parts[moved[2]]
+
+
+def test_a_cpu_has_no_memory_to_move_anything_to(files: Files) -> None:
+    changes = [f"{A}.actor.megatron.param_offload=True", f"{A}.actor.megatron.optimizer_offload=True"]
+    changes += ["trainer.device=cpu", f"{A}.actor.use_kl_loss=True"]
+    memory = ppo(files, *changes).memory
+    assert memory.host_bytes_of_a_machine == memory.estimate["host_bytes"] == 0
+    always = {part["name"] for part in memory.estimate["parts"] if not part["phases"]}
+    assert {"weights", "gradients", "optimizer state", "reference model's weights"} < always
+    assert "rollout's copy of the model" in always
+    assert "host memory " not in as_text(ppo(files, *changes)).partition("not counted")[0]
+
+
 def test_memory_with_a_critic_adds_both(files: Files) -> None:
     estimate = ppo(files, "algorithm.adv_estimator=gae").memory.estimate
     names = [part["name"] for part in estimate["parts"]]
