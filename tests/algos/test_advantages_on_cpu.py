@@ -221,7 +221,8 @@ def test_equals_the_formula(name):
 
 
 def test_all_registered_estimators_are_tested_here():
-    assert sorted([*NAMES, "grpo_passk"]) == ADV_ESTIMATOR_REGISTRY.names()
+    untested = sorted(set(ADV_ESTIMATOR_REGISTRY.names()) - {*NAMES, "grpo_passk"})
+    assert not untested, f"write the formula of {untested} a second time, row by row, and put it into SLOW above"
 
 
 @pytest.mark.parametrize("name", ADV_ESTIMATOR_REGISTRY.names())

@@ -458,7 +458,10 @@ def test_takes_the_full_keyword_set_and_passes_new_counts_on(name):
         max_response_length=7,
         seq_num_tokens=None,
     )
-    assert loss.shape == () and "actor/ppo_kl" in metrics
+    assert loss.shape == ()
+    assert "actor/ppo_kl" in metrics, (
+        f"{name} must report actor/ppo_kl as every loss does: TokenBatch.ppo_kl() makes it"
+    )
     parameters = inspect.signature(get_policy_loss_fn(name)).parameters.values()
     assert any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -480,7 +483,7 @@ def test_the_counts_of_the_step_are_used_and_required(name):
 def test_on_policy_nothing_is_measured_between_the_policies(name):
     data = batch()
     data["log_prob"] = data["old_log_prob"].clone()
-    assert run(name, data)[2]["actor/ppo_kl"] == 0.0
+    assert run(name, data)[2].get("actor/ppo_kl") == 0.0  # TokenBatch.ppo_kl() makes it
 
 
 def test_settings_that_are_missing_or_out_of_range_are_named():
