@@ -25,8 +25,12 @@ run() { # run NAME SECONDS COMMAND...
     shift 2
     echo "== $name: $*"
     timeout "$limit" "$@" || code=$?
-    # 5: pytest found no test of that kind
-    [[ $code -eq 0 || $code -eq 5 ]] || failed+=("$name (exit code $code)")
+    case $code in
+    0) ;;
+    5) failed+=("$name: pytest found no test; mend the path or the marker in: $*") ;;
+    124) failed+=("$name: not done after $limit seconds") ;;
+    *) failed+=("$name (exit code $code)") ;;
+    esac
 }
 run "exact gradients" 240 "$PYTHON" scripts/audit_gradients.py out="$REPORT" cases=1 timeout=230
 run "z-loss and the flag" 130 "$PYTHON" -m pytest -q tests/models/test_moe_zloss_per_token_loss.py
