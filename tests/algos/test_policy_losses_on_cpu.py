@@ -459,9 +459,7 @@ def test_takes_the_full_keyword_set_and_passes_new_counts_on(name):
         seq_num_tokens=None,
     )
     assert loss.shape == ()
-    assert "actor/ppo_kl" in metrics, (
-        f"{name} must report actor/ppo_kl as every loss does: TokenBatch.ppo_kl() makes it"
-    )
+    assert "actor/ppo_kl" in metrics, f"{name}: every loss reports actor/ppo_kl, which TokenBatch.ppo_kl() makes"
     parameters = inspect.signature(get_policy_loss_fn(name)).parameters.values()
     assert any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
