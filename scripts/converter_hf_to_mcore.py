@@ -15,13 +15,11 @@ Exit code 1: --test found a difference. 2: refused, with one sentence a reason.
 import argparse
 import contextlib
 import importlib.util
-import io
 import math
 import os
 import re
 import shutil
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,9 +162,8 @@ def build(folder: str, layout: dict[str, int], dtype: str, has_mtp: bool, trust_
     """(bridge, pipeline chunks of this process) of the model in ``folder``, with its weights."""
     import torch
 
-    from verl.models.mcore.bridge import build_provider, load_bridge, load_weights
+    from verl.models.mcore.bridge import build_modules, build_provider, load_bridge, load_weights
     from verl.models.mcore.patch import apply_patches
-    from verl.utils.device import get_device_name
     from verl.utils.megatron import cpu_backend
     from verl.workers.config import McoreEngineConfig, MtpConfig
     from verl.workers.engine.megatron.parallel import initialize_model_parallel
@@ -182,22 +179,10 @@ def build(folder: str, layout: dict[str, int], dtype: str, has_mtp: bool, trust_
     kind = getattr(torch, dtype)
     provider = build_provider(bridge, config, kind, MtpConfig(enable=has_mtp))
 
-    def load(chunks: list[Any]) -> list[Any]:
-        for chunk in chunks:
-            for parameter in chunk.parameters():  # buffers keep a type of their own
-                parameter.data = parameter.data.to(kind)
+    def load(chunks: list[Any]) -> None:
         load_weights(bridge, chunks, folder, train_mtp=False)
-        return chunks
 
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        chunks = provider.provide_distributed_model(
-            ddp_config=None,
-            wrap_with_ddp=False,
-            use_cpu_initialization=get_device_name() == "cpu",
-            pre_wrap_hook=load,
-        )
-    return bridge, unwrap_model(chunks)
+    return bridge, unwrap_model(build_modules(provider, kind, load))
 
 
 def read_back(bridge: Any, chunks: list[Any], output: str) -> Iterator[tuple[str, Any]]:

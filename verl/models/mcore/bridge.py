@@ -5,14 +5,17 @@ On a machine without TransformerEngine the layers are megatron-core's local ones
 it, the layers that the bridge chooses.
 """
 
+import contextlib
 import difflib
 import importlib
 import importlib.machinery
 import importlib.util
+import io
 import logging
 import sys
 import types
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from verl.utils.quiet import quiet_imports
 from verl.workers.config.names import NPU_FIELDS
 
 __all__ = [
+    "build_modules",
     "build_provider",
     "has_transformer_engine",
     "is_mtp_task",
@@ -319,6 +323,59 @@ def _build_local_mtp_layers() -> None:
 
     MegatronMappingRegistry._add_separate_layernorm_mappings = add_norms
     MegatronMappingRegistry._names_mtp_norms = True
+
+
+def build_modules(
+    provider: Any, dtype: torch.dtype, load: Callable[[list[Any]], None], ddp_config: Any = None
+) -> list[Any]:
+    """The model's pipeline chunks on this rank, wrapped by Megatron, with their weights. A collective call.
+
+    Routers keep their buffers (the experts' bias and the counts that move it) in float32 whatever ``dtype`` is.
+
+    Args:
+        provider: from :func:`build_provider`.
+        dtype: of the parameters.
+        load: gets the chunks before they are wrapped and reads weights into them.
+        ddp_config: Megatron's settings of gradient reduction; None for a model that has no gradients.
+    """
+    from megatron.core.transformer.module import Float16Module
+
+    def cast_and_load(chunks: list[Any]) -> list[Any]:
+        for chunk in chunks:
+            with _router_buffers_kept(chunk):
+                chunk.to(dtype)
+        load(chunks)
+        return chunks
+
+    def wrap(config: Any, chunk: Any) -> Any:
+        with _router_buffers_kept(chunk):
+            return Float16Module(config, chunk)
+
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        modules: list[Any] = provider.provide_distributed_model(
+            ddp_config=ddp_config,
+            wrap_with_ddp=ddp_config is not None,
+            use_cpu_initialization=get_device_name() == "cpu",
+            pre_wrap_hook=cast_and_load,
+            mixed_precision_wrapper=wrap,
+        )
+    return modules
+
+
+@contextlib.contextmanager
+def _router_buffers_kept(chunk: Any) -> Iterator[None]:
+    """A cast of the chunk within the context leaves the routers' buffers, and tasks that hold them, as they are.
+
+    Megatron casts the bias back to float32 at the first forward only, when the bits of the folder are lost, and counts
+    of tokens never.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    kept = [(part, dict(part._buffers)) for part in chunk.modules() if isinstance(part, TopKRouter)]
+    yield
+    for router, buffers in kept:
+        router._buffers.update(buffers)
 
 
 def load_weights(

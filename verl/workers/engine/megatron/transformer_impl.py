@@ -5,8 +5,6 @@ Section numbers in comments are those of docs/objective.md.
 """
 
 import contextlib
-import io
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -118,17 +116,14 @@ class MegatronEngine(BaseEngine):
     def _build_modules(self, provider: Any) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
 
-        from verl.models.mcore.bridge import load_weights
+        from verl.models.mcore.bridge import build_modules, load_weights
 
         config = self.engine_config
 
-        def load(models: list[Any]) -> list[Any]:
-            for chunk in models:
-                chunk.to(self.dtype)
+        def load(models: list[Any]) -> None:
             model = self.model_config
             load_weights(self.bridge, models, model.path, model.mtp.enable_train, config.dist_checkpoint)
             self._after_loading(models)
-            return models
 
         ddp_config = None
         if self.trains:
@@ -139,14 +134,7 @@ class MegatronEngine(BaseEngine):
                 **dict(config.override_ddp_config or {}),
             }
             ddp_config = DistributedDataParallelConfig(**settings)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return provider.provide_distributed_model(
-                ddp_config=ddp_config,
-                wrap_with_ddp=self.trains,
-                use_cpu_initialization=get_device_name() == "cpu",
-                pre_wrap_hook=load,
-            )
+        return build_modules(provider, self.dtype, load, ddp_config)
 
     def _after_loading(self, models: list[Any]) -> None:
         """Change the loaded model before it is wrapped; a language model is left as it is."""
