@@ -87,6 +87,18 @@ WRONG = [
     (DENSE, {"pp": 2, "overrides": {FIRST: 4}}, [f"{FIRST}=4 leaves 0 of the 4 layers", "all stages must get layers"]),
     (DENSE, {"pp": 2, "overrides": {FIRST: 2, LAST: 1}}, [f"{FIRST}=2 and engine.{OTC}.{LAST}=1 leaves 1"]),
     (DENSE, {"pp": 2, "vpp": 2, "overrides": {FIRST: 1}}, ["vpp", "does not divide the 1 layers of a stage", "null"]),
+    (
+        DENSE,
+        {"pp": 2, "vpp": 2, "overrides": {FIRST: 2, LAST: 2}},
+        ["vpp", f"=2 does not go with engine.{OTC}.{FIRST}=2 and", "set one of these sizes only"],
+    ),
+    (
+        DENSE,
+        {"pp": 2, "overrides": {FIRST: 2, LOSS: True}},
+        [f"{FIRST}=2 and engine.{OTC}.account_for_*_in_pipeline_split exclude each other"],
+    ),
+    (DENSE, {"overrides": {FIRST: 2}}, [f"{FIRST}=2 leaves 2 of the 4 layers", "and no other stage"]),
+    (DENSE, {"pp": 2, "overrides": {"num_layers": 3}}, ["does not divide the 3 layers"]),
     (DENSE, {"pp": 2, "overrides": {LOSS: True}}, ["the 4 layers", "counted 5", "use 1 or 5"]),
     (
         MOE | {"num_attention_heads": 3, "num_key_value_heads": 3},
@@ -140,7 +152,12 @@ def test_a_layout_that_the_model_cannot_have_is_refused_in_one_sentence(
     assert len(found) == 1, found
     for part in parts:
         assert SHORT.get(part, part) in found[0], found[0]
-    assert "Gpt" in found[0] or "vpp" in layout or str(tmp_path / "model" / "config.json") in found[0], found[0]
+    assert (
+        "Gpt" in found[0]
+        or "vpp" in layout
+        or "exclude" in found[0]
+        or str(tmp_path / "model" / "config.json") in found[0]
+    ), found[0]
 
 
 # Each of these was built and trained for a step in a world of two or four processes.

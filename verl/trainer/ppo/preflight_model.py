@@ -7,7 +7,7 @@ widths and the vocabulary over tensor ranks, experts over expert ranks. What con
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +17,7 @@ from verl.trainer.ppo.preflight_batch import get, near_divisors
 from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.utils.config import did_you_mean
 from verl.utils.hf_config import architecture_of, find_hf_config
+from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_layers, tensor_rules, vocabulary_multiple
 
 __all__ = [
     "ModelFacts",
@@ -191,107 +192,91 @@ def check_model(
 def _check_pipeline(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapping) -> list[str]:
     """Layers over pipeline stages, and those of a stage over its virtual stages."""
     pp, vpp = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"]
-    layers = overrides.get("num_layers") or facts.number("num_hidden_layers")
     if vpp == 1 and pp > 1:
         return [
             f"{path}.virtual_pipeline_model_parallel_size=1 is no division; set it to null, or to 2 or more chunks of "
             "layers on each stage"
         ]
-    own = overrides.get("pipeline_model_parallel_layout") or facts.architecture.startswith(_OWN_PIPELINE)
-    if pp == 1 or not layers or own:
+    layers, split = built_layers(overrides, facts.number("num_hidden_layers")), PipelineSplit.of_engine(engine)
+    if not layers or facts.architecture.startswith(_OWN_PIPELINE):
         return []
-    stages = _stages(layers, pp, path, overrides)
-    if isinstance(stages, str):
-        return [stages.format(file=facts.file)]
-    wrong = [size for size in stages if vpp and size % vpp]
-    if not wrong:
+    try:
+        split.layers(layers)
+    except SplitError as error:
+        return _pipeline_sentences(error, facts.file, path, split, layers)
+    return []
+
+
+def _pipeline_sentences(error: SplitError, file: str, path: str, split: PipelineSplit, layers: int) -> list[str]:
+    """What is wrong in the keys of a trainer, with the values that would be right."""
+    otc, pp = f"{path}.override_transformer_config", split.stages
+    ends = {"first": split.first, "last": split.last}
+    said = [f"{otc}.num_layers_in_{end}_pipeline_stage={value}" for end, value in ends.items() if value is not None]
+    if error.kind == "layout":
         return []
+    if error.kind == "both":
+        return [f"{said[0]} and {otc}.account_for_*_in_pipeline_split exclude each other; set one of them"]
+    if error.kind == "middle":
+        return [
+            f"{path}.virtual_pipeline_model_parallel_size={split.chunks} does not go with {' and '.join(said)} where "
+            f"{path}.pipeline_model_parallel_size=2; set one of these sizes only"
+        ]
+    if error.kind == "ends":
+        between = f"over {error.parts} other stages" if error.parts > 0 else "and no other stage"
+        return [
+            f"{' and '.join(said)} leaves {error.number} of the {layers} layers in {file} {between}; all stages must "
+            "get layers"
+        ]
+    if error.kind == "stages":
+        more = f" with embedding and loss counted {error.number}," if error.number != layers else ""
+        return [
+            f"{path}.pipeline_model_parallel_size={pp} does not divide the {layers} layers (num_hidden_layers in "
+            f"{file}){',' if more else ''}{more}; use {near_divisors(pp, error.number)}, or set "
+            f"+{otc}.num_layers_in_first_pipeline_stage"
+        ]
     return [
-        f"{path}.virtual_pipeline_model_parallel_size={vpp} does not divide the {wrong[0]} layers of a stage "
-        f"({layers} layers in {facts.file}, {path}.pipeline_model_parallel_size={pp}); use "
-        f"{_virtual_sizes(vpp, stages)}"
+        f"{path}.virtual_pipeline_model_parallel_size={split.chunks} does not divide the {error.number} layers of a "
+        f"stage ({layers} layers in {file}, {path}.pipeline_model_parallel_size={pp}); use "
+        f"{_virtual_sizes(split.chunks, split.places(layers))}"
     ]
 
 
-def _virtual_sizes(asked: int, stages: list[int]) -> str:
+def _virtual_sizes(asked: int, stages: Sequence[int]) -> str:
     fitting = [size for size in range(2, max(stages) + 1) if not any(layers % size for layers in stages)]
     nearest = sorted(fitting, key=lambda size: abs(size - asked))[:2]
     return " or ".join(map(str, [*sorted(nearest), "null"]))
 
 
-def _stages(layers: int, pp: int, path: str, overrides: Mapping) -> list[int] | str:
-    """Layers of the kinds of stages (each once), or what is wrong with them; {file} is the config.json."""
-    otc = f"{path}.override_transformer_config"
-    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-    ends = {name: overrides[name] for name in names if overrides.get(name) is not None}
-    if ends:
-        rest, stages = layers - sum(ends.values()), pp - len(ends)
-        said = " and ".join(f"{otc}.{name}={value}" for name, value in ends.items())
-        if min(ends.values()) < 1 or rest < 0 or bool(rest) != bool(stages) or (stages and rest % stages):
-            between = f"over {stages} other stages" if stages else "and no other stage"
-            return f"{said} leaves {rest} of the {layers} layers in {{file}} {between}; all stages must get layers"
-        return [*ends.values(), *([rest // stages] if stages else [])]
-    more = sum(bool(overrides.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
-    if (layers + more) % pp:
-        counted = f"the {layers} layers (num_hidden_layers in {{file}})"
-        counted += f", with embedding and loss counted {layers + more}," if more else ""
-        return (
-            f"{path}.pipeline_model_parallel_size={pp} does not divide {counted}; use "
-            f"{near_divisors(pp, layers + more)}, or set +{otc}.num_layers_in_first_pipeline_stage"
-        )
-    return [(layers + more) // pp]
-
-
 def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapping) -> list[str]:
     """Heads, widths and vocabulary over tensor ranks; one sentence with the sizes that all of them allow."""
-    tp = engine["tensor_model_parallel_size"]
-    rules = _tensor_rules(facts, engine, overrides)
-    wrong = next((words for words, allows in rules if not allows(tp)), None)
+    tp, rules = engine["tensor_model_parallel_size"], tensor_rules(_widths(facts, engine, overrides))
+    wrong = next((rule for rule in rules if not rule.allows(tp)), None)
     if wrong is None:
         return []
     heads = facts.number("num_attention_heads") or tp
-    fitting = [size for size in range(1, heads + 1) if all(allows(size) for _, allows in rules)]
+    fitting = [size for size in range(1, heads + 1) if all(rule.allows(size) for rule in rules)]
     near = [size for size in fitting if size < tp][-1:] + [size for size in fitting if size > tp][:1]
     advice = f"use {' or '.join(map(str, near or [1]))}"
-    if wrong.startswith("the vocabulary"):
+    if wrong.is_vocabulary:
         advice += f", or pad it with +{path}.override_transformer_config.should_pad_vocab=True"
-    return [f"{path}.tensor_model_parallel_size={tp} cannot divide {wrong} in {facts.file}; {advice}"]
+    return [f"{path}.tensor_model_parallel_size={tp} cannot divide {wrong.words} in {facts.file}; {advice}"]
 
 
-def _tensor_rules(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> list[tuple[str, Callable[[int], bool]]]:
-    """(what is divided, whether a tensor size can divide it)."""
-
-    def divides(number: int, cp: int = 1) -> Callable[[int], bool]:
-        return lambda size: number % (size * cp) == 0
-
-    def groups(number: int) -> Callable[[int], bool]:
-        # Fewer groups than ranks are held several times.
-        return lambda size: number % size == 0 or size % number == 0
-
-    experts, rules = facts.num_experts, []
-    if heads := facts.number("num_attention_heads"):
-        rules.append((f"the {heads} attention heads (num_attention_heads)", divides(heads)))
-    if kv_heads := facts.number("num_key_value_heads"):
-        words = f"the {kv_heads} heads of keys and values (num_key_value_heads), nor be a multiple of them,"
-        rules.append((words, groups(kv_heads)))
-    if width := facts.number("intermediate_size"):
-        if not experts or facts.number("first_k_dense_replace"):
-            rules.append((f"the {width} columns of the dense layers (intermediate_size)", divides(width)))
-    if experts and (shared := _shared_width(facts)):
-        rules.append((f"the {shared} columns of the shared experts", divides(shared)))
-    if engine["expert_tensor_parallel_size"] is None and (width := _expert_width(facts)):
-        words = f"the {width} columns of an expert ({_width_name(facts)}; expert_tensor_parallel_size follows it)"
-        rules.append((words, divides(width)))
-    vocab = facts.number("vocab_size")
-    if vocab and not overrides.get("should_pad_vocab") and not facts.architecture.startswith(_OWN_VOCABULARY):
-        rules.append((f"the vocabulary of {vocab} tokens (vocab_size)", divides(vocab)))
-    if "linear_num_key_heads" in facts.text:
-        cp = engine["context_parallel_size"]
-        for name in ("linear_num_key_heads", "linear_num_value_heads"):
-            if number := facts.number(name):
-                words = f"the {number} heads of linear attention ({name}, with context_parallel_size={cp})"
-                rules.append((words, divides(number, cp)))
-    return rules
+def _widths(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> Widths:
+    sparse = facts.num_experts and not facts.number("first_k_dense_replace")
+    padded = vocabulary_multiple(overrides) or facts.architecture.startswith(_OWN_VOCABULARY)
+    linear = {name: facts.number(name) for name in ("linear_num_key_heads", "linear_num_value_heads")}
+    return Widths(
+        heads=facts.number("num_attention_heads"),
+        kv_heads=facts.number("num_key_value_heads"),
+        dense=None if sparse else facts.number("intermediate_size"),
+        shared=_shared_width(facts) if facts.num_experts else None,
+        expert=_expert_width(facts) if engine["expert_tensor_parallel_size"] is None else None,
+        expert_key=_width_name(facts),
+        vocabulary=None if padded else facts.number("vocab_size"),
+        linear_heads={name: number for name, number in linear.items() if number},
+        context=engine["context_parallel_size"],
+    )
 
 
 def _shared_width(facts: ModelFacts) -> int:
