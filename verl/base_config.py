@@ -20,6 +20,14 @@ class BaseConfig(Mapping):
 
     _target_: str = ""
 
+    def __post_init__(self) -> None:
+        if problems := self._problems():
+            raise ValueError("\n".join(problems))
+
+    def _problems(self) -> list[str]:
+        """What is wrong with the values, a sentence each that begins with the field; checked once, at construction."""
+        return []
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__ and name not in self._mutable_fields:
             raise FrozenInstanceError(

@@ -46,22 +46,28 @@ def _build(values: dict[str, Any], cls: type | None, path: str, errors: list[str
     cls = cls or _target(values, path)
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls)}
-    kwargs = {}
-    before = len(errors)
+    kwargs, wrong = {}, set()
     for name, value in values.items():
         key = f"{path}.{name}" if path else name
         if name not in names:
             errors.append(f"{key} is not a field of {cls.__name__}.{did_you_mean(name, names)}")
-        else:
-            kwargs[name] = _convert(value, hints[name], key, errors)
-    if len(errors) > before:
-        return None
+            wrong.add(name)
+            continue
+        before = len(errors)
+        kwargs[name] = _convert(value, hints[name], key, errors)
+        if len(errors) > before:
+            wrong.add(name)
+    # With something wrong inside, the other fields are checked too, but for what is said of the wrong ones.
+    for name in wrong:
+        kwargs.pop(name, None)
     try:
-        return cls(**kwargs)
+        built = cls(**kwargs)
     except ValueError as error:
         # A class names the field first, so that the node's path in front of it gives the full key.
-        errors.append(f"{path}.{error}" if path else str(error))
+        problems = [problem for problem in str(error).splitlines() if not wrong & set(re.findall(r"\w+", problem))]
+        errors += [f"{path}.{problem}" if path else problem for problem in problems]
         return None
+    return None if wrong else built
 
 
 def _target(values: Mapping, path: str) -> type:

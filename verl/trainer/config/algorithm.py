@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
-from verl.workers.config.names import KL_CONTROLLERS, KL_PENALTIES, check_name
+from verl.workers.config.names import KL_CONTROLLERS, KL_PENALTIES, name_problems
 from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
 
@@ -17,10 +17,11 @@ class KLControlConfig(BaseConfig):
     horizon: int = 10000
     target_kl: float = 0.1
 
-    def __post_init__(self) -> None:
-        check_name("type", self.type, KL_CONTROLLERS)
+    def _problems(self) -> list[str]:
+        problems = name_problems("type", self.type, KL_CONTROLLERS)
         if self.horizon < 1:
-            raise ValueError(f"horizon={self.horizon} must be at least 1")
+            problems.append(f"horizon={self.horizon} must be at least 1")
+        return problems
 
 
 @dataclass
@@ -35,9 +36,11 @@ class FilterGroupsConfig(BaseConfig):
     metric: str | None = None
     max_num_gen_batches: int = 0
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         if self.enable and not self.metric:
-            raise ValueError("metric must be set while enable=True, for instance to acc, score or seq_reward")
+            problems.append("metric must be set while enable=True, for instance to acc, score or seq_reward")
+        return problems
 
 
 @dataclass
@@ -61,8 +64,9 @@ class AlgoConfig(BaseConfig):
     gdpo_reward_weights: list | None = None
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
 
-    def __post_init__(self) -> None:
-        check_name("kl_penalty", self.kl_penalty, KL_PENALTIES)
+    def _problems(self) -> list[str]:
+        problems = name_problems("kl_penalty", self.kl_penalty, KL_PENALTIES)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+                problems.append(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        return problems

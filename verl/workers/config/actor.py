@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from verl.base_config import BaseConfig
 from verl.workers.config.engine import McoreCheckpointConfig, McoreEngineConfig
-from verl.workers.config.names import KL_PENALTIES, LOSS_AGG_MODES, check_name
+from verl.workers.config.names import KL_PENALTIES, LOSS_AGG_MODES, name_problems
 from verl.workers.config.optimizer import McoreOptimizerConfig
 from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
@@ -30,14 +30,16 @@ class PolicyLossConfig(BaseConfig):
     dro_beta: float | None = None
     rollout_correction: RolloutCorrectionConfig | None = None
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         for name in ("clip_cov_ratio", "kl_cov_ratio"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+                problems.append(f"{name}={getattr(self, name)} must lie between 0 and 1")
         if self.clip_cov_lb >= self.clip_cov_ub:
-            raise ValueError(f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}")
+            problems.append(f"clip_cov_lb={self.clip_cov_lb} must be below clip_cov_ub={self.clip_cov_ub}")
         if self.loss_mode == "dro" and not (self.dro_beta and self.dro_beta > 0):
-            raise ValueError(f"dro_beta={self.dro_beta} must be a positive number for loss_mode='dro', such as 0.05")
+            problems.append(f"dro_beta={self.dro_beta} must be a positive number for loss_mode='dro', such as 0.05")
+        return problems
 
 
 @dataclass
@@ -83,25 +85,26 @@ class ActorConfig(BaseConfig):
     checkpoint: McoreCheckpointConfig = field(default_factory=McoreCheckpointConfig)
     optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
 
-    def __post_init__(self) -> None:
-        check_name("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
-        check_name("kl_loss_type", self.kl_loss_type, KL_PENALTIES)
+    def _problems(self) -> list[str]:
+        problems = name_problems("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+        problems += name_problems("kl_loss_type", self.kl_loss_type, KL_PENALTIES)
         for name in ("rollout_n", "ppo_mini_batch_size", "ppo_max_token_len_per_gpu", "ppo_epochs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                problems.append(f"{name}={getattr(self, name)} must be at least 1")
         if self.clip_ratio < 0 or (self.clip_ratio_high or 0) < 0:
-            raise ValueError(
+            problems.append(
                 f"clip_ratio={self.clip_ratio} and clip_ratio_high={self.clip_ratio_high} must not be negative"
             )
         if self.clip_ratio_low is None and self.clip_ratio > 1:
-            raise ValueError(f"clip_ratio={self.clip_ratio} must lie between 0 and 1, unless clip_ratio_low is set")
+            problems.append(f"clip_ratio={self.clip_ratio} must lie between 0 and 1, unless clip_ratio_low is set")
         if self.clip_ratio_low is not None and not 0 <= self.clip_ratio_low <= 1:
-            raise ValueError(f"clip_ratio_low={self.clip_ratio_low} must lie between 0 and 1")
+            problems.append(f"clip_ratio_low={self.clip_ratio_low} must lie between 0 and 1")
         if self.clip_ratio_c <= 1:
-            raise ValueError(f"clip_ratio_c={self.clip_ratio_c} must be above 1, for example 3.0")
+            problems.append(f"clip_ratio_c={self.clip_ratio_c} must be above 1, for example 3.0")
         for name in ("tau_pos", "tau_neg"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive, for example 1.0")
+                problems.append(f"{name}={getattr(self, name)} must be positive, for example 1.0")
+        return problems
 
 
 @dataclass
@@ -115,10 +118,11 @@ class McoreRefConfig(BaseConfig):
     log_prob_max_token_len_per_gpu: int = 16384
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
 
-    def __post_init__(self) -> None:
-        check_name("strategy", self.strategy, ("megatron",))
+    def _problems(self) -> list[str]:
+        problems = name_problems("strategy", self.strategy, ("megatron",))
         if self.log_prob_max_token_len_per_gpu < 1:
-            raise ValueError(f"log_prob_max_token_len_per_gpu={self.log_prob_max_token_len_per_gpu} must be at least 1")
+            problems.append(f"log_prob_max_token_len_per_gpu={self.log_prob_max_token_len_per_gpu} must be at least 1")
+        return problems
 
 
 @dataclass
@@ -128,6 +132,7 @@ class McoreActorConfig(ActorConfig):
     strategy: str = "megatron"
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_name("strategy", self.strategy, ("megatron",))
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        problems += name_problems("strategy", self.strategy, ("megatron",))
+        return problems

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from verl.base_config import BaseConfig
 from verl.workers.config.engine import McoreCheckpointConfig, McoreEngineConfig
 from verl.workers.config.model import HFModelConfig
-from verl.workers.config.names import LOSS_AGG_MODES, check_name
+from verl.workers.config.names import LOSS_AGG_MODES, name_problems
 from verl.workers.config.optimizer import McoreOptimizerConfig
 
 
@@ -38,8 +38,8 @@ class CriticConfig(BaseConfig):
     optim: McoreOptimizerConfig = field(default_factory=McoreOptimizerConfig)
     model: HFModelConfig | None = None
 
-    def __post_init__(self) -> None:
-        check_name("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
+    def _problems(self) -> list[str]:
+        problems = name_problems("loss_agg_mode", self.loss_agg_mode, LOSS_AGG_MODES)
         for name in (
             "ppo_mini_batch_size",
             "ppo_max_token_len_per_gpu",
@@ -47,9 +47,10 @@ class CriticConfig(BaseConfig):
             "ppo_epochs",
         ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                problems.append(f"{name}={getattr(self, name)} must be at least 1")
         if self.cliprange_value <= 0:
-            raise ValueError(f"cliprange_value={self.cliprange_value} must be positive, for example 0.5")
+            problems.append(f"cliprange_value={self.cliprange_value} must be positive, for example 0.5")
+        return problems
 
 
 @dataclass
@@ -59,6 +60,7 @@ class McoreCriticConfig(CriticConfig):
     strategy: str = "megatron"
     megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_name("strategy", self.strategy, ("megatron",))
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
+        problems += name_problems("strategy", self.strategy, ("megatron",))
+        return problems

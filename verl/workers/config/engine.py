@@ -6,7 +6,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.workers.config.model import HFModelConfig
-from verl.workers.config.names import CHECKPOINT_CONTENTS, DTYPES, check_name
+from verl.workers.config.names import CHECKPOINT_CONTENTS, DTYPES, name_problems
 from verl.workers.config.optimizer import McoreOptimizerConfig
 
 
@@ -83,28 +83,29 @@ class McoreEngineConfig(BaseConfig):
         """The megatron-core checkpoint that the first weights are read from, if it is not the Hugging Face folder."""
         return self.dist_checkpointing_path if self.use_dist_checkpointing else None
 
-    def __post_init__(self) -> None:
-        check_name("strategy", self.strategy, ("megatron",))
-        check_name("dtype", self.dtype, DTYPES)
+    def _problems(self) -> list[str]:
+        problems = name_problems("strategy", self.strategy, ("megatron",))
+        problems += name_problems("dtype", self.dtype, DTYPES)
         if self.use_dist_checkpointing and not self.dist_checkpointing_path:
-            raise ValueError(
+            problems.append(
                 "use_dist_checkpointing=True needs dist_checkpointing_path, a folder that "
                 "scripts/converter_hf_to_mcore.py wrote"
             )
         if dict(self.override_ddp_config or {}).get("overlap_param_gather"):
-            raise ValueError(
+            problems.append(
                 "override_ddp_config.overlap_param_gather=True is not supported, since rollout, export and checkpoint "
                 "would read parameters before they are gathered; set it to False"
             )
         for name in (f.name for f in fields(self) if f.name.endswith("_parallel_size")):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+                problems.append(f"{name}={size} must be at least 1")
         if self.virtual_pipeline_model_parallel_size is not None and self.pipeline_model_parallel_size == 1:
-            raise ValueError(
+            problems.append(
                 f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} needs "
                 "pipeline_model_parallel_size of 2 or more; set it to null or add pipeline stages"
             )
+        return problems
 
 
 @dataclass
@@ -120,10 +121,12 @@ class McoreCheckpointConfig(BaseConfig):
     async_save: bool = False
     strict: bool = True
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         for name in ("save_contents", "load_contents"):
             for part in getattr(self, name):
-                check_name(name, part, CHECKPOINT_CONTENTS)
+                problems += name_problems(name, part, CHECKPOINT_CONTENTS)
+        return problems
 
 
 @dataclass

@@ -21,9 +21,11 @@ class MtpConfig(BaseConfig):
     detach_encoder: bool = False
     mtp_loss_scaling_factor: float = 0.1
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         if self.enable_train and not self.enable:
-            raise ValueError("enable_train=True trains layers that are not built; set enable=True too")
+            problems.append("enable_train=True trains layers that are not built; set enable=True too")
+        return problems
 
 
 @dataclass
@@ -45,6 +47,8 @@ class HFModelConfig(BaseConfig):
     mtp: MtpConfig = field(default_factory=MtpConfig)
     override_config: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         if not self.path:
-            raise ValueError("path is empty; name a Hugging Face model folder")
+            problems.append("path is empty; name a Hugging Face model folder")
+        return problems

@@ -72,9 +72,15 @@ CHECKPOINT_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 def check_name(key: str, value: str, known: Iterable[str]) -> None:
     """Raise ``ValueError`` naming ``key``, ``value``, the known names and the nearest one, if it is none of them."""
+    if problems := name_problems(key, value, known):
+        raise ValueError(problems[0])
+
+
+def name_problems(key: str, value: str, known: Iterable[str]) -> list[str]:
+    """What `check_name` would say: one sentence, or none."""
     known = tuple(known)
     if value in known:
-        return
+        return []
     close = get_close_matches(str(value), known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"{key}={value!r} is not known; choose one of {', '.join(map(repr, known))}.{hint}")
+    return [f"{key}={value!r} is not known; choose one of {', '.join(map(repr, known))}.{hint}"]

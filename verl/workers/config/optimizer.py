@@ -10,7 +10,7 @@ from verl.workers.config.names import (
     OPTIMIZERS,
     WEIGHT_DECAY_STYLES,
     WSD_DECAY_STYLES,
-    check_name,
+    name_problems,
 )
 
 
@@ -45,18 +45,19 @@ class McoreOptimizerConfig(BaseConfig):
     use_checkpoint_opt_param_scheduler: bool = False
     override_optimizer_config: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_name("optimizer", self.optimizer, OPTIMIZERS)
-        check_name("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
-        check_name("weight_decay_incr_style", self.weight_decay_incr_style, WEIGHT_DECAY_STYLES)
-        check_name("lr_wsd_decay_style", self.lr_wsd_decay_style, WSD_DECAY_STYLES)
+    def _problems(self) -> list[str]:
+        problems = name_problems("optimizer", self.optimizer, OPTIMIZERS)
+        problems += name_problems("lr_decay_style", self.lr_decay_style, LR_DECAY_STYLES)
+        problems += name_problems("weight_decay_incr_style", self.weight_decay_incr_style, WEIGHT_DECAY_STYLES)
+        problems += name_problems("lr_wsd_decay_style", self.lr_wsd_decay_style, WSD_DECAY_STYLES)
         if not 0 <= self.lr < float("inf"):
-            raise ValueError(f"lr={self.lr} must be a number that is not negative, for example 1e-6")
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
+            problems.append(f"lr={self.lr} must be a number that is not negative, for example 1e-6")
+        elif not 0 <= self.min_lr <= self.lr:
+            problems.append(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
         if not 0 <= self.lr_warmup_steps_ratio <= 1:
-            raise ValueError(f"lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} must lie between 0 and 1")
+            problems.append(f"lr_warmup_steps_ratio={self.lr_warmup_steps_ratio} must lie between 0 and 1")
         if len(self.betas) != 2 or not all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={list(self.betas)} must be two numbers in [0, 1), for example [0.9, 0.999]")
+            problems.append(f"betas={list(self.betas)} must be two numbers in [0, 1), for example [0.9, 0.999]")
         if self.lr_decay_style == "WSD" and self.lr_wsd_decay_steps is None:
-            raise ValueError("lr_decay_style='WSD' needs lr_wsd_decay_steps, the length of its last phase in steps")
+            problems.append("lr_decay_style='WSD' needs lr_wsd_decay_steps, the length of its last phase in steps")
+        return problems

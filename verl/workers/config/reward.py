@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.config.names import check_name
+from verl.workers.config.names import name_problems
 
 REWARD_EXECUTORS = ("thread", "process")
 
@@ -27,12 +27,13 @@ class ScoringConfig(BaseConfig):
     num_workers: int = 1
     executor: str = "thread"
 
-    def __post_init__(self) -> None:
-        check_name("executor", self.executor, REWARD_EXECUTORS)
+    def _problems(self) -> list[str]:
+        problems = name_problems("executor", self.executor, REWARD_EXECUTORS)
         if self.timeout is not None and self.timeout <= 0:
-            raise ValueError(f"timeout={self.timeout:g} must be above 0 seconds, or null for no limit")
+            problems.append(f"timeout={self.timeout:g} must be above 0 seconds, or null for no limit")
         if self.num_workers < 1:
-            raise ValueError(f"num_workers={self.num_workers} must be at least 1")
+            problems.append(f"num_workers={self.num_workers} must be at least 1")
+        return problems
 
 
 @dataclass
@@ -56,13 +57,15 @@ class OverlongBufferConfig(BaseConfig):
     penalty_factor: float = 1.0
     log: bool = False
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         if not self.enable:
-            return
+            return problems
         if self.len is None or self.len < 1:
-            raise ValueError(f"len={self.len} must be at least 1 token while enable=True; set enable=False for none")
+            problems.append(f"len={self.len} must be at least 1 token while enable=True; set enable=False for none")
         if self.penalty_factor < 0:
-            raise ValueError(f"penalty_factor={self.penalty_factor:g} must not be negative; it is subtracted")
+            problems.append(f"penalty_factor={self.penalty_factor:g} must not be negative; it is subtracted")
+        return problems
 
 
 @dataclass
@@ -72,19 +75,19 @@ class DapoScoringConfig(ScoringConfig):
     overlong_buffer_cfg: OverlongBufferConfig | None = None
     max_resp_len: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _problems(self) -> list[str]:
+        problems = super()._problems()
         buffer = self.overlong_buffer_cfg
         if buffer is None or not buffer.enable:
-            return
+            return problems
         if self.max_resp_len is None:
-            raise ValueError("max_resp_len must be set while overlong_buffer_cfg.enable=True")
-        assert buffer.len is not None  # an enabled buffer checks it
-        if buffer.len > self.max_resp_len:
-            raise ValueError(
+            problems.append("max_resp_len must be set while overlong_buffer_cfg.enable=True")
+        elif buffer.len is not None and buffer.len > self.max_resp_len:
+            problems.append(
                 f"overlong_buffer_cfg.len={buffer.len} is more than max_resp_len={self.max_resp_len}; use at most "
                 f"{self.max_resp_len}"
             )
+        return problems
 
 
 _CONFIGS: dict[str, type[ScoringConfig]] = {

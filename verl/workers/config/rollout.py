@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.base_config import BaseConfig
-from verl.workers.config.names import DTYPES, check_name
+from verl.workers.config.names import DTYPES, name_problems
 
 
 @dataclass
@@ -18,10 +18,11 @@ class SamplingConfig(BaseConfig):
     n: int = 1
     do_sample: bool = False
 
-    def __post_init__(self) -> None:
-        _check_sampling(self)
+    def _problems(self) -> list[str]:
+        problems = _sampling_problems(self)
         if self.do_sample and self.temperature == 0:
-            raise ValueError("do_sample=True needs a temperature above 0, for example 1.0")
+            problems.append("do_sample=True needs a temperature above 0, for example 1.0")
+        return problems
 
 
 @dataclass
@@ -73,23 +74,26 @@ class RolloutConfig(BaseConfig):
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
 
-    def __post_init__(self) -> None:
-        check_name("mode", self.mode, ("async", "sync"))
-        check_name("dtype", self.dtype, DTYPES)
-        _check_sampling(self)
+    def _problems(self) -> list[str]:
+        problems = name_problems("mode", self.mode, ("async", "sync"))
+        problems += name_problems("dtype", self.dtype, DTYPES)
+        problems += _sampling_problems(self)
         if self.do_sample and self.temperature == 0:
-            raise ValueError("temperature=0 is greedy: set do_sample=False, or a temperature above 0 such as 1.0")
+            problems.append("temperature=0 is greedy: set do_sample=False, or a temperature above 0 such as 1.0")
         for name in ("prompt_length", "response_length", "log_prob_max_token_len_per_gpu"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+                problems.append(f"{name}={getattr(self, name)} must be at least 1")
+        return problems
 
 
-def _check_sampling(config: SamplingConfig | RolloutConfig) -> None:
+def _sampling_problems(config: SamplingConfig | RolloutConfig) -> list[str]:
+    problems = []
     if config.n < 1:
-        raise ValueError(f"n={config.n} must be at least 1")
+        problems.append(f"n={config.n} must be at least 1")
     if config.temperature < 0:
-        raise ValueError(f"temperature={config.temperature} must not be negative")
+        problems.append(f"temperature={config.temperature} must not be negative")
     if not 0 < config.top_p <= 1:
-        raise ValueError(f"top_p={config.top_p} must lie in (0, 1]; 1.0 keeps every token")
+        problems.append(f"top_p={config.top_p} must lie in (0, 1]; 1.0 keeps every token")
     if config.top_k != -1 and config.top_k < 1:
-        raise ValueError(f"top_k={config.top_k} must be -1 (keep every token) or at least 1")
+        problems.append(f"top_k={config.top_k} must be -1 (keep every token) or at least 1")
+    return problems

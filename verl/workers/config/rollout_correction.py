@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from verl.base_config import BaseConfig
-from verl.workers.config.names import check_name
+from verl.workers.config.names import check_name, name_problems
 
 IS_LEVELS = ("token", "sequence")
 LOSS_TYPES = ("ppo_clip", "reinforce")
@@ -61,16 +61,21 @@ class RolloutCorrectionConfig(BaseConfig):
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
         if self.rollout_is is not None:
-            check_name("rollout_is", self.rollout_is, IS_LEVELS)
+            problems += name_problems("rollout_is", self.rollout_is, IS_LEVELS)
         if self.rollout_is_threshold <= 0:
-            raise ValueError(f"rollout_is_threshold={self.rollout_is_threshold} must be positive, for example 2.0")
+            problems.append(f"rollout_is_threshold={self.rollout_is_threshold} must be positive, for example 2.0")
         veto = self.rollout_token_veto_threshold
         if veto is not None and not 0 < veto < 1:
-            raise ValueError(f"rollout_token_veto_threshold={veto} must lie between 0 and 1, for example 1e-4")
-        check_name("loss_type", self.loss_type, LOSS_TYPES)
-        self.rejections()
+            problems.append(f"rollout_token_veto_threshold={veto} must lie between 0 and 1, for example 1e-4")
+        problems += name_problems("loss_type", self.loss_type, LOSS_TYPES)
+        try:
+            self.rejections()
+        except ValueError as error:
+            problems.append(str(error))
+        return problems
 
     @property
     def is_on(self) -> bool:
