@@ -108,6 +108,25 @@ def test_the_build_context_leaves_out_what_is_large_and_keeps_what_is_copied():
         assert not [name for name in copied(read(path)) if name.split("/")[0] in ignored]
 
 
+def ignored_by_git_alone(gitignore: str, dockerignore: str) -> list[str]:
+    git, docker = (
+        {line.removeprefix("**/").strip("/") for line in text.splitlines() if line and not line.startswith("#")}
+        for text in (gitignore, dockerignore)
+    )
+    return sorted(git - docker)
+
+
+def test_the_build_context_leaves_out_what_git_ignores():
+    missing = ignored_by_git_alone(read(".gitignore"), read(".dockerignore"))
+    assert not missing, f".dockerignore: add what .gitignore has and no image needs: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("pattern", [".mypy_cache", "docs/_build", "**/*.egg-info"])
+def test_a_pattern_taken_away_is_missed(pattern):
+    without = [line for line in read(".dockerignore").splitlines() if line != pattern]
+    assert ignored_by_git_alone(read(".gitignore"), "\n".join(without)) == [pattern.removeprefix("**/")]
+
+
 def run_gpu_ci(tmp_path, *words, image_is_there=False):
     """Run docker/gpu_ci.sh with a docker that records its calls; returns (result, calls)."""
     docker = tmp_path / "docker"
