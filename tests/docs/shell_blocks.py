@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,9 @@ TWO_STEPS = {
     "trainer.total_training_steps=2 trainer.logger=[console]",
     "verl.trainer.sft_trainer": "trainer.total_training_steps=2 trainer.logger=[console]",
 }
-LANGUAGES = ("python", "pycon", "text", "yaml", "json", "mermaid", "toml", "diff", "{toctree}", "{eval-rst}", "")
-_BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+LANGUAGES = ("python", "pycon", "text", "yaml", "json", "mermaid", "toml", "diff", "{toctree}", "{eval-rst}")
+# The first line of a block of code, in a list or a quotation too: its indent, its fence, its language.
+_FENCE = re.compile(r"([ >]*(?:(?:[-*+]|\d+[.)]) +)?)(`{3,}(?=[^`]*$)|~{3,})(.*)")
 _MARK = re.compile(r"<!-- *(.*?) *-->\s*\Z")
 _SUBJECT = re.compile(r"(?:scripts|examples|recipe|docker)/[\w./-]+\.\w+|-m (verl[\w.]+)")
 
@@ -56,19 +58,41 @@ def all_documents() -> list[Path]:
     return [*documents(), *sorted(path.relative_to(REPO_ROOT) for path in beside)]
 
 
+def code_blocks(source: str) -> Iterator[tuple[int, str, str | None]]:
+    """Line, language and text of every fenced block; the text is None where nothing closes the block."""
+    start, indent, fence, language, text = 0, 0, "", "", []
+    for number, line in enumerate(source.splitlines(), start=1):
+        if not fence:
+            if match := _FENCE.fullmatch(line):
+                start, indent, fence, language, text = number, len(match[1]), match[2], match[3].strip(), []
+            continue
+        end = line.strip(" >")
+        if end.startswith(fence) and not end.strip(fence[0]):
+            yield start, language, "".join(text)
+            fence = ""
+        else:
+            text.append(re.sub(f"^[ >]{{0,{indent}}}", "", line) + "\n")
+    if fence:
+        yield start, language, None
+
+
 def find_blocks(path: Path, source: str) -> tuple[list[Block], list[str]]:
     """The shell blocks of a page, and what is wrong with the languages of its other blocks."""
     blocks, problems = [], []
-    for match in _BLOCK.finditer(source):
-        line, language = source.count("\n", 0, match.start()) + 1, match[2].strip()
-        if language != "bash":
-            if language not in LANGUAGES:
-                problems.append(f"{path}:{line}: a block of {language!r}; commands are marked as bash")
-            continue
-        text = re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE)
-        above = source[: match.start()].rstrip(" ")
-        mark = _MARK.search(above) if above.endswith("-->\n") else None
-        blocks.append(Block(path, line, text, mark[1] if mark else ""))
+    lines = source.splitlines(keepends=True)
+    for line, language, text in code_blocks(source):
+        if text is None:
+            problems.append(f"{path}:{line}: nothing closes this block; end it with the fence that it begins with")
+        elif not language:
+            problems.append(f"{path}:{line}: a block without a language; mark commands as bash, all else as text")
+        elif language == "bash":
+            mark = _MARK.search(lines[line - 2]) if line > 1 and lines[line - 2].endswith("-->\n") else None
+            blocks.append(Block(path, line, text, mark[1] if mark else ""))
+        elif language not in LANGUAGES:
+            known = ", ".join(LANGUAGES)
+            problems.append(
+                f"{path}:{line}: a block of {language!r}; mark commands as bash, all else as one of {known}"
+            )
     return blocks, problems
 
 

@@ -69,8 +69,17 @@ def problems_of(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("```sh\nls\n```", "marked as bash"),
-        ("```console\n$ ls\n```", "marked as bash"),
+        ("```sh\nls\n```", "mark commands as bash"),
+        ("```console\n$ ls\n```", "mark commands as bash"),
+        ("```Bash\nls\n```", "mark commands as bash"),
+        ("```\nbash scripts/test.sh\n```", "a block without a language; mark commands as bash"),
+        ("~~~\nls\n~~~", "a block without a language"),
+        ("~~~sh\nls\n~~~", "mark commands as bash"),
+        ("> ```sh\n> ls\n> ```", "mark commands as bash"),
+        ("- ```sh\n  ls\n  ```", "mark commands as bash"),
+        ("```text\n$ ls\n~~~", "nothing closes this block"),
+        ("<!-- not run: no time -->\n~~~bash\nls\n~~~", "the reasons that count"),
+        ("<!-- not run: no time -->\n````bash\nls\n````", "the reasons that count"),
         ("<!-- not run: takes long -->\n```bash\nls\n```", "the reasons that count"),
         ("<!-- not run -->\n```bash\nls\n```", "the reasons that count"),
         ("<!-- skipped -->\n```bash\nls\n```", "no such mark"),
@@ -94,6 +103,9 @@ def test_a_block_that_nobody_runs_is_found(text, word):
         "- item\n\n  <!-- not run: needs Docker -->\n  ```bash\n  ls\n  ```",
         "<!-- run by tests/scripts/test_diagnose_on_cpu.py -->\n```bash\npython3 scripts/diagnose.py\n```",
         "```text\n$ ls\n```",
+        "````text\n```sh\nls\n```\n````",
+        "~~~text\n```\n~~~",
+        "`code`, ```code in a line```",
     ],
 )
 def test_a_block_that_somebody_runs_passes(text):
@@ -103,6 +115,20 @@ def test_a_block_that_somebody_runs_passes(text):
 def test_a_mark_counts_right_above_the_block_only():
     (block,), _ = find_blocks(Path("x.md"), "<!-- not run: needs a GPU -->\n\n```bash\nfalse\n```\n")
     assert block.is_run_here and block.line == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "commands"),
+    [
+        ("~~~bash\nls\n~~~", "ls\n"),
+        ("````bash\nls\n\n  pwd\n````", "ls\n\n  pwd\n"),
+        ("1. ```bash\n   ls\n     pwd\n   ```", "ls\n  pwd\n"),
+        ("> ```bash\n> ls\n> ```", "ls\n"),
+    ],
+)
+def test_every_form_of_a_shell_block_is_run(text, commands):
+    (block,), problems = find_blocks(Path("x.md"), f"# Title\n\n{text}\n")
+    assert block.is_run_here and (block.line, block.text, problems) == (3, commands, [])
 
 
 def test_a_block_that_fails_is_seen_at_its_first_failing_command(tmp_path):
