@@ -11,7 +11,12 @@ def cluster():
 
     import verl.single_controller.ray  # noqa: F401  (sets Ray's message size before Ray starts)
 
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    with pytest.MonkeyPatch.context() as environment:
+        # Workers inherit these from the process that starts Ray, and a test of this process that had Megatron set up
+        # left them.
+        for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCHDYNAMO_DISABLE"):
+            environment.delenv(name, raising=False)
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
     yield ray
     ray.shutdown()
 

@@ -206,9 +206,9 @@ def multiply_by_mask() -> AbstractContextManager:
 # ------------------------------------------------------------------------------------------- gradients between ranks
 def gradient_into_all_parts() -> AbstractContextManager:
     from verl.models.mcore.attention import gather_first_dim
-    from verl.workers.engine.megatron import transformer_impl
+    from verl.utils.megatron.context_parallel import gather_with_own_gradient
 
-    return swapped((transformer_impl, "_gather_with_own_gradient", gather_first_dim))
+    return everywhere("gather_with_own_gradient", gather_with_own_gradient, gather_first_dim)
 
 
 def keys_keep_their_own_gradient() -> AbstractContextManager:
