@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from verl.utils.checkpoint.agreement import raise_everywhere
+
 __all__ = ["cause", "dist_checkpoint_problem", "load_dist_weights", "save_dist_weights", "sharded_model_state"]
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -90,8 +92,7 @@ def load_dist_weights(modules: list[Any], folder: str, vocab_size: int) -> None:
 
     said = f"megatron.dist_checkpointing_path={folder}"
     problem = dist_checkpoint_problem(folder)
-    if problem is not None:
-        raise ValueError(f"{said}: {problem}")
+    raise_everywhere(ValueError(f"{said}: {problem}") if problem else None)
     for key, entry in dist_checkpointing.load_tensors_metadata(folder).items():
         if key in _VOCABULARY and entry.global_shape[0] < vocab_size:
             raise ValueError(f"{said}: {entry.global_shape[0]} rows in {key}, and model.path has {vocab_size} tokens")

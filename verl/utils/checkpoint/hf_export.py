@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from verl.utils.checkpoint.agreement import raise_everywhere
 
 __all__ = ["holds_mtp", "save_hf_folder", "write_hf_folder"]
 
@@ -23,16 +24,25 @@ _BUFFERS = ("rotary_emb.inv_freq",)  # computed, not learnt; in folders of older
 
 
 def save_hf_folder(weights: Iterable[tuple[str, torch.Tensor]], source: str, target: str, **kwargs: Any) -> None:
-    """:func:`write_hf_folder` as a collective call: what rank 0, the writer, refuses is raised on all ranks."""
-    refusal: list[str | None] = [None]
+    """:func:`write_hf_folder` as a collective call.
+
+    The stream is read to its end on every rank also after a failure, since its tensors come out of collectives.
+
+    Raises:
+        ValueError: on every rank, what the writer refuses.
+        OSError: on every rank, when the writer cannot write.
+    """
+    stream = iter(weights)
+    failure: Exception | None = None
     try:
-        write_hf_folder(weights, source, target, **kwargs)
+        write_hf_folder(stream, source, target, **kwargs)
     except ValueError as error:
-        refusal = [str(error)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(refusal, src=0)
-    if refusal[0] is not None:
-        raise ValueError(refusal[0])
+        failure = error
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        failure = OSError(f"{target} cannot be written: {error}")
+    for _ in stream:
+        pass
+    raise_everywhere(failure)
 
 
 def write_hf_folder(

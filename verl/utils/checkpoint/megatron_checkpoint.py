@@ -5,12 +5,16 @@ The files do not depend on the layout: a run may be resumed with other parallel 
 distributed optimizer.
 """
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from verl.utils.checkpoint.agreement import raise_everywhere
 from verl.utils.checkpoint.dist_weights import cause, dist_checkpoint_problem, sharded_model_state
 from verl.utils.checkpoint.optimizer_state import requested_state, restore_steps, stored_names
 
@@ -51,29 +55,56 @@ def _state(engine: Any, contents: list[str], is_loading: bool) -> dict[str, Any]
     return state
 
 
+@contextlib.contextmanager
+def _on_the_device(engine: Any, grad: bool) -> Iterator[None]:
+    """The engine's state on the device within the context, and where it is kept after it, error or not."""
+    engine.to("device", model=True, optimizer=True, grad=grad)
+    try:
+        yield
+    finally:
+        engine.offload_as_configured()
+
+
 def save_checkpoint(engine: Any, local_path: str) -> None:
     """Write what ``checkpoint.save_contents`` names to ``local_path``. Collective.
 
     ``extra`` is the learning-rate schedule and each rank's random states (torch's and Megatron's). ``hf_model`` is
     not written here: the trainers ask for it with ``export_hf``, next to this folder.
+
+    Raises:
+        OSError: on every rank, when the folder or a rank's ``extra`` cannot be written.
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     contents = _contents(engine, "save_contents")
     folder = os.path.join(local_path, _FOLDER)
+    failure: Exception | None = None
     if dist.get_rank() == 0:
-        os.makedirs(folder, exist_ok=True)
-    dist.barrier()
-    engine.to("device", model=True, optimizer=True, grad=False)
-    dist_checkpointing.save(_state(engine, contents, is_loading=False), folder)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            failure = error
+    raise_everywhere(failure)
+    with _on_the_device(engine, grad=False):
+        dist_checkpointing.save(_state(engine, contents, is_loading=False), folder)
     if "extra" in contents:
-        extra = {"random": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-        if engine.lr_scheduler is not None:
-            extra["schedule"] = engine.lr_scheduler.state_dict()
-        torch.save(extra, os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt"))
-    engine.offload_as_configured()
+        _save_extra(engine, local_path)
     dist.barrier()
+
+
+def _save_extra(engine: Any, local_path: str) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    extra = {"random": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
+    if engine.lr_scheduler is not None:
+        extra["schedule"] = engine.lr_scheduler.state_dict()
+    path = os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt")
+    failure: Exception | None = None
+    try:
+        torch.save(extra, path)
+    except (OSError, RuntimeError) as error:  # torch's writer says RuntimeError of a full disk
+        failure = OSError(f"{path} cannot be written: {cause(error)}")
+    raise_everywhere(failure)
 
 
 def load_checkpoint(engine: Any, local_path: str) -> None:
@@ -84,15 +115,26 @@ def load_checkpoint(engine: Any, local_path: str) -> None:
     Raises:
         ValueError: on every rank, when the folder holds no checkpoint, or not all that is asked for.
     """
-    from megatron.core.utils import unwrap_model
-
     folder = os.path.join(local_path, _FOLDER)
+    problem = dist_checkpoint_problem(folder)
     if not os.path.isdir(folder):
-        raise ValueError(f"{local_path} holds no checkpoint (no {_FOLDER} folder in it)")
+        problem = f"{local_path} holds no checkpoint (no {_FOLDER} folder in it)"
+    elif problem is not None:
+        problem = f"{folder}: {problem}"
+    raise_everywhere(ValueError(problem) if problem else None)
     contents = _contents(engine, "load_contents")
-    engine.to("device", model=True, optimizer=True, grad=True)
     if engine.optimizer is None:
         contents = [part for part in contents if part != "optimizer"]
+    extra, is_own = _read_extra(local_path) if "extra" in contents else ({}, False)
+    with _on_the_device(engine, grad=True):
+        _load_tensors(engine, folder, contents)
+    _set_extra(engine, extra, is_own)
+    dist.barrier()
+
+
+def _load_tensors(engine: Any, folder: str, contents: list[str]) -> None:
+    from megatron.core.utils import unwrap_model
+
     if "optimizer" in contents:
         _make_optimizer_state(engine)
     loaded = _load(_state(engine, contents, is_loading=True), folder, contents)
@@ -105,10 +147,6 @@ def load_checkpoint(engine: Any, local_path: str) -> None:
         engine.optimizer.load_state_dict(loaded[_REQUEST])
     elif "model" in contents and engine.optimizer is not None:
         engine.optimizer.reload_model_params()
-    if "extra" in contents:
-        _load_extra(engine, local_path)
-    engine.offload_as_configured()
-    dist.barrier()
 
 
 def _load(state: dict[str, Any], folder: str, contents: list[str]) -> dict[str, Any]:
@@ -117,9 +155,6 @@ def _load(state: dict[str, Any], folder: str, contents: list[str]) -> dict[str, 
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
-    problem = dist_checkpoint_problem(folder)
-    if problem is not None:
-        raise ValueError(f"{folder}: {problem}")
     stored = dist_checkpointing.load_tensors_metadata(folder)
     request = requested_state(state.pop("optimizer"), stored) if "optimizer" in contents else {}
     absent = sorted(stored_names([state, request]) - set(stored))
@@ -171,18 +206,29 @@ def _make_optimizer_state(engine: Any) -> None:
         group["lr"], group["weight_decay"] = rate, decay
 
 
-def _load_extra(engine: Any, local_path: str) -> None:
+def _read_extra(local_path: str) -> tuple[dict[str, Any], bool]:
+    """This rank's ``extra``, or the first rank's, and whether it is its own. Collective; errors on all ranks."""
     own = os.path.join(local_path, f"extra_rank_{dist.get_rank()}.pt")
     path = own if os.path.exists(own) else os.path.join(local_path, "extra_rank_0.pt")
-    if not os.path.exists(path):
-        raise ValueError(
+    extra: dict[str, Any] = {}
+    failure: Exception | None = None
+    try:
+        extra = torch.load(path, weights_only=True)
+    except FileNotFoundError:
+        failure = ValueError(
             f"{local_path}: no schedule and random state ({os.path.basename(path)}); "
             "set checkpoint.load_contents without extra"
         )
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:  # a file that is cut off
+        failure = ValueError(f"{path} cannot be read ({cause(error)}); set checkpoint.load_contents without extra")
+    raise_everywhere(failure)
+    return extra, path == own
+
+
+def _set_extra(engine: Any, extra: dict[str, Any], is_own: bool) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    extra = torch.load(path, weights_only=True)
-    if path == own:  # a rank that did not exist then keeps the state of its own seed
+    if is_own:  # a rank that did not exist then keeps the state of its own seed
         torch.set_rng_state(extra["random"])
         get_cuda_rng_tracker().set_states(extra["tracker"])
     if "schedule" in extra and engine.lr_scheduler is not None:

@@ -172,8 +172,8 @@ def check_per_token_loss_guards(
 
     Raises:
         ValueError: for padded batches (``model.use_remove_padding=False``) and for
-            ``loss_agg_mode=seq-mean-token-mean``,
-            unless ``megatron.per_token_loss_guards=False``: both are exact here, see docs/objective.md.
+            ``loss_agg_mode=seq-mean-token-mean``, unless ``megatron.per_token_loss_guards=False``: both are exact
+            here, see docs/objective.md.
     """
     if not (per_token and guards):
         return
