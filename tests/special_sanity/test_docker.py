@@ -105,7 +105,8 @@ def test_the_build_context_leaves_out_what_is_large_and_keeps_what_is_copied():
     ignored = read(".dockerignore").split()
     assert {".git", ".venv", "outputs"} <= set(ignored)
     for path in DOCKERFILES:
-        assert not [name for name in copied(read(path)) if name.split("/")[0] in ignored]
+        hidden = [name for name in copied(read(path)) if name.split("/")[0] in ignored]
+        assert not hidden, f"{path}: copies {', '.join(hidden)}, which .dockerignore leaves out; take it away there"
 
 
 def ignored_by_git_alone(gitignore: str, dockerignore: str) -> list[str]:

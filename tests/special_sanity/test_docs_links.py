@@ -78,7 +78,8 @@ def test_what_exists_or_is_not_ours_passes(text):
 
 @pytest.mark.parametrize("path", docs_links.scripts(), ids=str)
 def test_everything_that_a_script_says_of_itself_exists(path):
-    assert docs_links.check_script(path, (REPO_ROOT / path).read_text(encoding="utf-8")) == []
+    problems = docs_links.check_script(path, (REPO_ROOT / path).read_text(encoding="utf-8"))
+    assert not problems, "\n".join(["", *problems])
 
 
 def test_a_wrong_name_in_a_script_is_found():

@@ -10,6 +10,7 @@ import tomllib
 import pytest
 import yaml
 
+from tests.special_sanity import checks
 from tests.special_sanity.checks import REPO_ROOT
 
 CONFIG = yaml.safe_load((REPO_ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
@@ -36,6 +37,14 @@ def test_a_hook_names_files_that_exist_and_matches_some(hook):
             for path in (REPO_ROOT / folder).rglob("*.*")
         )
         assert any(re.search(pattern, name) for name in files)
+
+
+def test_the_hook_of_the_house_rules_starts_for_every_file_with_a_rule():
+    pattern = next(hook["files"] for hook in HOOKS if hook["id"] == "house-rules")
+    missed = [
+        str(path) for path in checks.source_files() if checks.rules_for(path) and not re.search(pattern, str(path))
+    ]
+    assert not missed, f".pre-commit-config.yaml: house-rules, files: match {', '.join(missed)} too"
 
 
 def test_lint_is_that_of_the_test_command():

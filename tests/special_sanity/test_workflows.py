@@ -232,6 +232,7 @@ def test_the_environment_is_kept_before_any_test_can_fail():
 
 
 def test_github_s_expressions_are_closed():
-    for path in FILES:
+    for path in [*FILES, *ACTIONS]:
         source = path.read_text(encoding="utf-8")
-        assert source.count("${{") == len(re.findall(r"\$\{\{[^{}]+\}\}", source)), path
+        closed = re.findall(r"\$\{\{[^{}]+\}\}", source)
+        assert source.count("${{") == len(closed), f"{path}: a '${{{{' has no '}}}}'; close it"
