@@ -118,6 +118,9 @@ def test_groups_between_nodes_are_told() -> None:
     assert [note.split()[0] for note in layout(16, per_node=8, ep=16, experts=16).notes] == ["expert"]
 
 
+COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
 @pytest.mark.parametrize(
     ("changes", "stages"),
     [
@@ -126,6 +129,11 @@ def test_groups_between_nodes_are_told() -> None:
         ({"pp": 2, "vpp": 2}, (4, 4)),
         ({"pp": 3, "override_transformer_config": {"num_layers_in_first_pipeline_stage": 2}}, (2, 3, 3)),
         ({"pp": 3, "override_transformer_config": {"num_layers_in_last_pipeline_stage": 4}}, (2, 2, 4)),
+        ({"pp": 2, "override_transformer_config": {"num_layers": 4}}, (2, 2)),
+        (
+            {"pp": 5, "override_transformer_config": dict.fromkeys(COUNTED, True)},
+            (1, 2, 2, 2, 1),
+        ),
         ({"pp": 3}, None),
         ({"pp": 2, "vpp": 3}, None),
         ({"pp": 2, "override_transformer_config": {"account_for_loss_in_pipeline_split": True}}, None),

@@ -310,7 +310,7 @@ def test_the_example_on_the_page_is_what_comes_out() -> None:
     [
         ({"dtype": "fp8"}, "dtype=fp8 is not known"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank=0 must be at least 1"),
-        ({"layout": Layout(tp=3, world_size=3)}, "num_attention_heads=28 cannot be divided"),
+        ({"layout": Layout(tp=3, world_size=3)}, "cannot divide the 28 attention heads"),
         ({"rollout": RolloutLoad(1, 1, "int4")}, "rollout.dtype=int4"),
     ],
 )

@@ -14,6 +14,7 @@ from verl.utils.model_size import (
     KNOWN_ARCHITECTURES,
     Layout,
     ModelShape,
+    as_built,
     layout_problems,
     num_parameters,
     padded_numel,
@@ -22,6 +23,7 @@ from verl.utils.model_size import (
     read_model_shape,
     stage_layers,
 )
+from verl.utils.model_split import PipelineSplit
 
 CONFIGS = Path(__file__).resolve().parent.parent / "fixtures" / "model_configs"
 # What each hub page shows, multi-token prediction included where the number in the second place is not 0. DeepSeek-V3's
@@ -100,7 +102,7 @@ def test_deepseek_prediction_layer_has_the_size_of_the_paper() -> None:
 def test_ranks_of_a_split_model_hold_the_whole_together(name: str) -> None:
     whole = shape(name).without_mtp()
     last = whole.num_layers // 4
-    layout = Layout(pp=2, world_size=2, first_stage_layers=whole.num_layers - last, last_stage_layers=last)
+    layout = Layout(pp=2, world_size=2, split=PipelineSplit(2, first=whole.num_layers - last, last=last))
     parts = [parameters_on_rank(whole, layout, stage) for stage in range(layout.pp)]
     assert sum(part["total"] for part in parts) == num_parameters(whole)["total"]
 
@@ -154,7 +156,7 @@ def test_virtual_stages_take_every_other_run_of_layers() -> None:
 
 
 def test_uneven_stages() -> None:
-    layout = Layout(pp=16, world_size=16, first_stage_layers=3, last_stage_layers=2)
+    layout = Layout(pp=16, world_size=16, split=PipelineSplit(16, first=3, last=2))
     deepseek = shape("DeepSeek-V3")
     layers = [stage_layers(deepseek, layout, stage) for stage in range(16)]
     assert [len(each) for each in layers] == [3, *[4] * 14, 2]
@@ -175,7 +177,7 @@ def test_buffers_start_parameters_at_multiples_of_64_and_end_at_multiples_of_the
 
 
 def test_unknown_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="Qwen3MoForCausalLM are not known.*did you mean Qwen3MoeForCausalLM") as error:
+    with pytest.raises(ValueError, match="Qwen3MoForCausalLM are not known") as error:
         read_model_shape({"architectures": ["Qwen3MoForCausalLM"]})
     assert all(name in str(error.value) for name in KNOWN_ARCHITECTURES)
     with pytest.raises(ValueError, match="no architectures"):
@@ -197,10 +199,33 @@ def test_layouts_that_do_not_divide_say_what_does_not() -> None:
     whole = shape("Qwen3-30B-A3B")
     assert not layout_problems(whole, Layout(tp=4, pp=2, cp=2, ep=4, etp=1, world_size=16))
     problems = " | ".join(layout_problems(whole, Layout(tp=5, pp=7, ep=3, etp=1, world_size=8)))
-    for text in ("world size=8", "vocab_size=151936", "num_attention_heads=32", "experts=128", "number of layers=48"):
+    for text in ("world size=8", "vocabulary of 151936", "32 attention heads", "experts=128", "48 layers cannot be"):
         assert text in problems
-    with pytest.raises(ValueError, match="cannot be laid out so: .*number of layers=48 cannot be divided by"):
+    with pytest.raises(ValueError, match="cannot be laid out so: 48 layers cannot be divided by 5 pipeline"):
         parameters_on_rank(whole, Layout(pp=5, world_size=5), 0)
+
+
+def test_a_padded_vocabulary_and_a_number_of_layers_are_what_is_built() -> None:
+    whole = replace(shape("Qwen3-8B"), vocab_size=151_935)
+    assert "vocabulary of 151935" in " ".join(layout_problems(whole, Layout(tp=2, world_size=2)))
+    layout = Layout(tp=2, world_size=2, vocabulary_multiple=128, num_layers=4)
+    built = as_built(whole, layout)
+    assert (built.vocab_size, built.num_layers, len(built.moe_layers)) == (152_064, 4, 4)
+    assert as_built(built, layout) == built and not layout_problems(whole, layout)
+    rank, layer = parameters_on_rank(whole, layout, 0), 3 * 4096 * 12288 // 2
+    assert rank["embedding"] == 152_064 * 4096 // 2 and rank["dense_mlp"] == 4 * layer
+
+
+def test_the_layout_of_an_engine() -> None:
+    overrides = {"num_layers": 34, "account_for_embedding_in_pipeline_split": True, "should_pad_vocab": True}
+    overrides["account_for_loss_in_pipeline_split"] = True
+    sizes = dict(tensor_model=1, pipeline_model=4, context=1, expert_model=1, expert_tensor=None)
+    engine = {f"{name}_parallel_size": size for name, size in sizes.items()}
+    engine |= {"virtual_pipeline_model_parallel_size": None, "sequence_parallel": True}
+    layout = Layout.of_engine(engine | {"override_transformer_config": overrides}, 4)
+    held = [stage_layers(as_built(shape("Qwen3-8B"), layout), layout, stage) for stage in range(4)]
+    assert [len(layers) for layers in held] == [8, 9, 9, 8] and sum(held, []) == list(range(34))
+    assert layout.vocabulary_multiple == 128 and layout.expert_tp == 1
 
 
 def test_importing_loads_nothing_heavy() -> None:

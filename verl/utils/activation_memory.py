@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, NamedTuple
 
-from verl.utils.model_size import Layout, ModelShape, stage_layers
+from verl.utils.model_size import Layout, ModelShape
 
 __all__ = ["Activations", "Kept", "Recompute", "kept_by_layer", "stage_activations"]
 
@@ -262,11 +262,11 @@ def stage_activations(
     recompute, entering = Recompute.from_overrides(overrides), Fraction(hidden * size, split)
     by_kind = {moe: kept_by_layer(shape, layout, moe, **settings) for moe in set(shape.moe_layers)}
     cost = {moe: _layer(kept, recompute, te) for moe, kept in by_kind.items()}
-    kinds = [shape.moe_layers[i] for i in stage_layers(shape, layout, pp_rank)]
-    per_chunk = max(1, len(kinds) // (layout.vpp or 1))
+    chunks = [[shape.moe_layers[i] for i in chunk] for chunk in layout.pipeline.layers(shape.num_layers)[pp_rank]]
+    kinds = [moe for chunk in chunks for moe in chunk]
     kept, again = Fraction(0), Fraction(0)
-    for start in range(0, len(kinds), per_chunk):
-        some, peak = _chunks([cost[moe] for moe in kinds[start : start + per_chunk]], recompute, entering)
+    for chunk in filter(None, chunks):
+        some, peak = _chunks([cost[moe] for moe in chunk], recompute, entering)
         kept, again = kept + some, max(again, peak)
     words = [
         f"{kinds.count(moe)} {'MoE' if moe else 'dense'} layers of {_number(cost[moe].everything)} bytes a token "

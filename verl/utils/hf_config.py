@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["architecture_of", "find_hf_config"]
+__all__ = ["EXPERT_COUNTS", "MTP_COUNTS", "architecture_of", "find_hf_config", "read_hf_config", "text_config"]
+
+# Names under which families write one number; transformers 5 writes other ones than models were published with.
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 
 
 def find_hf_config(model: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
@@ -28,14 +32,27 @@ def find_hf_config(model: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str
             return None, f"{path} is neither a folder nor in the local Hugging Face cache"
         file = cached
     try:
+        config = read_hf_config(file)
+    except ValueError as error:
+        return None, str(error)
+    return config | copy.deepcopy(dict(model.get("override_config") or {})), str(file)
+
+
+def read_hf_config(file: Path) -> dict[str, Any]:
+    """A config.json as it is written.
+
+    Raises:
+        ValueError: naming the file, which is missing, cannot be read or holds something else than an object.
+    """
+    try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None, f"{file} does not exist"
+        raise ValueError(f"{file} does not exist") from None
     except (OSError, ValueError) as error:
-        return None, f"{file} cannot be read: {error}"
+        raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        return None, f"{file} holds no object"
-    return config | copy.deepcopy(dict(model.get("override_config") or {})), str(file)
+        raise ValueError(f"{file} holds no object")
+    return config
 
 
 def _cached_on_hub(name: str) -> Path | None:
@@ -52,3 +69,9 @@ def architecture_of(config: Mapping[str, Any] | None) -> str | None:
     """The first of the config's ``architectures``."""
     names = (config or {}).get("architectures")
     return str(names[0]) if isinstance(names, list) and names else None
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entries of the language model, which vision-language models nest in ``text_config``."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) and nested else config

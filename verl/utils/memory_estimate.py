@@ -14,6 +14,7 @@ from verl.utils.activation_memory import kept_by_layer, stage_activations
 from verl.utils.model_size import (
     Layout,
     ModelShape,
+    as_built,
     num_parameters,
     padded_numel,
     parameter_groups,
@@ -449,8 +450,9 @@ def estimate_stages(shape: ModelShape, layout: Layout, **settings: Any) -> list[
     Raises:
         ValueError: the layout does not divide the model, a dtype is not known, or there are no tokens.
     """
-    given, plain = MemorySettings(**settings), shape.without_mtp()
-    built = shape if given.mtp_enable and not given.forward_only else plain
+    given, whole = MemorySettings(**settings), as_built(shape, layout)
+    plain = whole.without_mtp()
+    built = whole if given.mtp_enable and not given.forward_only else plain
     made = []
     for pp_rank in range(layout.pp):
         parts = _training_parts(built, layout, pp_rank, given)
@@ -459,7 +461,7 @@ def estimate_stages(shape: ModelShape, layout: Layout, **settings: Any) -> list[
         if given.reference:
             parts += _reference_parts(plain, layout, pp_rank, given)
         if given.rollout:
-            parts += _rollout(shape, given.rollout)
+            parts += _rollout(shape, given.rollout)  # transformers builds it, so the layout changes nothing
         sums, host = _phases(tuple(parts), given.phase_names), _host_bytes(parts)
         made.append(MemoryEstimate(tuple(parts), pp_rank, sums, host, _assumptions(built, layout, given)))
     return made

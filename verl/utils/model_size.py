@@ -6,11 +6,20 @@ through megatron-bridge 0.6.2 for this engine; ``tests/utils/test_memory_of_buil
 real models in real worlds, parameter for parameter.
 """
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, lcm
 from typing import Any, NamedTuple
+
+from verl.utils.hf_config import EXPERT_COUNTS, MTP_COUNTS, architecture_of
+from verl.utils.model_split import (
+    PipelineSplit,
+    SplitError,
+    Widths,
+    built_layers,
+    tensor_rules,
+    vocabulary_multiple,
+)
 
 __all__ = [
     "COMPONENTS",
@@ -19,6 +28,7 @@ __all__ = [
     "ModelShape",
     "ParameterGroup",
     "VisionShape",
+    "as_built",
     "layout_problems",
     "num_parameters",
     "padded_numel",
@@ -125,8 +135,9 @@ class ModelShape:
 class Layout:
     """Sizes of the parallel groups.
 
-    ``etp`` None means ``tp``, as in the engine. ``first_stage_layers`` and ``last_stage_layers`` are megatron-core's
-    ``num_layers_in_first_pipeline_stage`` and ``num_layers_in_last_pipeline_stage``.
+    ``etp`` None means ``tp``, as in the engine. From ``override_transformer_config``: ``split`` says how layers go over
+    the pipeline stages (None: evenly), ``num_layers`` how many are built (None: the model's), ``vocabulary_multiple``
+    what a tensor rank's share of a padded vocabulary is a multiple of (None: not padded).
     """
 
     tp: int = 1
@@ -137,8 +148,32 @@ class Layout:
     etp: int | None = None
     world_size: int = 1
     sequence_parallel: bool = True
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
+    split: PipelineSplit | None = None
+    num_layers: int | None = None
+    vocabulary_multiple: int | None = None
+
+    @classmethod
+    def of_engine(cls, engine: Mapping[str, Any], world_size: int) -> "Layout":
+        """From an engine's node of the config."""
+        overrides = engine["override_transformer_config"] or {}
+        return cls(
+            tp=engine["tensor_model_parallel_size"],
+            pp=engine["pipeline_model_parallel_size"],
+            vpp=engine["virtual_pipeline_model_parallel_size"],
+            cp=engine["context_parallel_size"],
+            ep=engine["expert_model_parallel_size"],
+            etp=engine["expert_tensor_parallel_size"],
+            world_size=world_size,
+            sequence_parallel=bool(engine["sequence_parallel"]),
+            split=PipelineSplit.of_engine(engine),
+            num_layers=built_layers(overrides, None),
+            vocabulary_multiple=vocabulary_multiple(overrides),
+        )
+
+    @property
+    def pipeline(self) -> PipelineSplit:
+        """How layers go over the pipeline stages."""
+        return self.split or PipelineSplit(stages=self.pp, chunks=self.vpp or 1)
 
     @property
     def expert_tp(self) -> int:
@@ -189,8 +224,7 @@ def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    """transformers 5 writes another name than the one that models were published with."""
-    return int(_first(config, "num_experts", "n_routed_experts", "num_local_experts", default=0))
+    return int(_first(config, *EXPERT_COUNTS, default=0))
 
 
 def _base(config: Mapping[str, Any], architecture: str, **more: Any) -> ModelShape:
@@ -214,7 +248,7 @@ def _base(config: Mapping[str, Any], architecture: str, **more: Any) -> ModelSha
         tied=bool(_first(config, "tie_word_embeddings", default=False)),
         qkv_bias=bool(_first(config, "attention_bias", default=False)),
         moe_layers=(False,) * config["num_hidden_layers"],
-        mtp_layers=_first(config, "num_nextn_predict_layers", "mtp_num_hidden_layers", default=0),
+        mtp_layers=_first(config, *MTP_COUNTS, default=0),
     )
     return ModelShape(**settings | more)
 
@@ -320,21 +354,38 @@ def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises:
         ValueError: for an architecture that is not among ``KNOWN_ARCHITECTURES``, or a size that is missing.
     """
-    names = config.get("architectures") or ["(no architectures in config.json)"]
-    family = _FAMILIES.get(names[0])
+    name = architecture_of(config) or "(no architectures in config.json)"
+    family = _FAMILIES.get(name)
     if family is None:
-        near = difflib.get_close_matches(names[0], KNOWN_ARCHITECTURES, n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ValueError(
-            f"sizes of architecture {names[0]} are not known; known: {', '.join(KNOWN_ARCHITECTURES)}{hint}"
-        )
+        raise ValueError(f"sizes of architecture {name} are not known; known: {', '.join(KNOWN_ARCHITECTURES)}")
     try:
-        return family(config, names[0])
+        return family(config, name)
     except KeyError as error:
-        raise ValueError(f"config.json of {names[0]} lacks {error.args[0]}") from None
+        raise ValueError(f"config.json of {name} lacks {error.args[0]}") from None
 
 
 # ------------------------------------------------------------------ what a rank holds
+def as_built(shape: ModelShape, layout: Layout) -> ModelShape:
+    """The sizes that an engine builds: the layout's number of layers, and its padded vocabulary."""
+    layers, multiple = layout.num_layers or shape.num_layers, (layout.vocabulary_multiple or 0) * layout.tp
+    kinds = shape.moe_layers[:layers] + shape.moe_layers[-1:] * (layers - len(shape.moe_layers))
+    vocabulary = ceil(shape.vocab_size / multiple) * multiple if multiple else shape.vocab_size
+    return replace(shape, num_layers=layers, moe_layers=kinds, vocab_size=vocabulary)
+
+
+def _widths(shape: ModelShape, layout: Layout) -> Widths:
+    return Widths(
+        heads=shape.num_heads,
+        kv_heads=None if shape.is_mla else shape.num_kv_heads,
+        dense=None if all(shape.moe_layers) else shape.ffn_size,
+        shared=shape.shared_ffn_size,
+        expert=shape.moe_ffn_size if layout.etp is None else None,
+        vocabulary=None if layout.vocabulary_multiple else shape.vocab_size,
+        vision_heads=shape.vision.num_heads if shape.vision else None,
+        context=layout.cp,
+    )
+
+
 def layout_problems(shape: ModelShape, layout: Layout) -> list[str]:
     """What keeps Megatron from building the model in this layout: one sentence each, empty if nothing does."""
     found = []
@@ -343,41 +394,28 @@ def layout_problems(shape: ModelShape, layout: Layout) -> list[str]:
         if value % size:
             found.append(f"{what}={value} cannot be divided by {by}={size}")
 
-    tp, etp = layout.tp, layout.expert_tp
-    model = tp * layout.pp * layout.cp
-    divides(model, layout.world_size, "world size", "tensor * pipeline * context")
-    divides(tp, shape.vocab_size, "vocab_size", "tensor_model_parallel_size")
-    divides(tp, shape.num_heads, "num_attention_heads", "tensor_model_parallel_size")
-    if not shape.is_mla and shape.num_kv_heads % tp and tp % shape.num_kv_heads:
-        found.append(f"num_key_value_heads={shape.num_kv_heads} and tensor_model_parallel_size={tp} do not divide")
-    if not all(shape.moe_layers):
-        divides(tp, shape.ffn_size, "intermediate_size", "tensor_model_parallel_size")
+    divides(layout.tp * layout.pp * layout.cp, layout.world_size, "world size", "tensor * pipeline * context")
     if shape.num_experts:
-        divides(layout.ep, shape.num_experts, "number of experts", "expert_model_parallel_size")
-        divides(etp, shape.moe_ffn_size, "moe_intermediate_size", "expert_tensor_parallel_size")
-        divides(etp * layout.ep * layout.pp, layout.world_size, "world size", "expert tensor * expert * pipeline")
-    if shape.vision is not None:
-        divides(tp, shape.vision.num_heads, "vision num_heads", "tensor_model_parallel_size")
-    ends = [n for n in (layout.first_stage_layers, layout.last_stage_layers) if n is not None]
-    middle = layout.pp - len(ends)
-    if middle > 0:
-        divides(middle * (layout.vpp or 1), shape.num_layers - sum(ends), "number of layers", "pipeline stages")
-    elif sum(ends) != shape.num_layers:
-        found.append(f"the pipeline's first and last stage hold {sum(ends)} layers, the model has {shape.num_layers}")
+        etp, ep = layout.expert_tp, layout.ep
+        divides(ep, shape.num_experts, "number of experts", "expert_model_parallel_size")
+        if layout.etp is not None:
+            divides(etp, shape.moe_ffn_size, "moe_intermediate_size", "expert_tensor_parallel_size")
+        divides(etp * ep * layout.pp, layout.world_size, "world size", "expert tensor * expert * pipeline")
+    found += [
+        f"tensor_model_parallel_size={layout.tp} cannot divide {rule.words.rstrip(',')}"
+        for rule in tensor_rules(_widths(shape, layout))
+        if not rule.allows(layout.tp)
+    ]
+    try:
+        layout.pipeline.layers(layout.num_layers or shape.num_layers)
+    except SplitError as error:
+        found.append(str(error))
     return found
 
 
 def stage_layers(shape: ModelShape, layout: Layout, pp_rank: int) -> list[int]:
     """Decoder layers (from 0) of one pipeline stage, all its virtual stages together."""
-    ends = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
-    fixed = {rank: n for rank, n in ends.items() if n is not None}
-    middle = layout.pp - len(fixed)
-    each = (shape.num_layers - sum(fixed.values())) // middle if middle else 0
-    counts = [fixed.get(rank, each) for rank in range(layout.pp)]
-    chunks = layout.vpp or 1
-    before, held = sum(counts[:pp_rank]) // chunks, counts[pp_rank] // chunks
-    starts = (chunk * (shape.num_layers // chunks) + before for chunk in range(chunks))
-    return [layer for start in starts for layer in range(start, start + held)]
+    return [layer for chunk in layout.pipeline.layers(shape.num_layers)[pp_rank] for layer in chunk]
 
 
 def _attention(shape: ModelShape, tp: int, transformer_engine: bool) -> Iterator[ParameterGroup]:
@@ -456,6 +494,7 @@ def parameter_groups(
         raise ValueError(f"{shape.architecture} cannot be laid out so: {'; '.join(problems)}")
     if not 0 <= pp_rank < layout.pp:
         raise ValueError(f"pp_rank={pp_rank} is not one of {layout.pp} pipeline stages")
+    shape = as_built(shape, layout)
     first, last = pp_rank == 0, pp_rank == layout.pp - 1
     hidden, matrix = shape.hidden_size, shape.vocab_size * shape.hidden_size // layout.tp
     groups: list[ParameterGroup] = []
@@ -495,8 +534,8 @@ def parameters_on_rank(
 
     All ranks of a pipeline stage hold the same number. Split over the tensor ranks: embedding, head, attention, MLPs,
     the projection of a prediction layer; over expert ranks: experts; whole everywhere: norms, routers, the vision
-    tower's patch and position embeddings. The vocabulary is not padded: the engine asks the bridge for none, so it must
-    be divisible. Fewer key-value heads than tensor ranks: the fused matrix is split evenly all the same. A tied head
+    tower's patch and position embeddings. The vocabulary must be divisible where the layout does not pad it. Fewer
+    key-value heads than tensor ranks: the fused matrix is split evenly all the same. A tied head
     is a matrix of its own on the last of several stages; prediction layers bring an embedding there.
 
     Args:

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from verl.trainer.ppo.preflight_batch import model_parallel_size
+from verl.utils.model_split import PipelineSplit, SplitError, built_layers
 
 # Groups shown in the text; the JSON report has all of them.
 MAX_GROUPS_SHOWN = 8
@@ -190,25 +191,13 @@ def _node_notes(groups: list[Groups], ranks_per_node: int, has_experts: bool) ->
 
 def layers_of_stages(engine: Mapping[str, Any], num_layers: int | None) -> tuple[tuple[int, ...] | None, str]:
     """Transformer layers of each pipeline stage, or None and the reason."""
-    pp, chunks = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"] or 1
-    overrides = engine["override_transformer_config"] or {}
-    if num_layers is None:
+    layers = built_layers(engine["override_transformer_config"], num_layers)
+    if layers is None:
         return None, "the number of layers is unknown"
-    for name in (
-        "pipeline_model_parallel_layout",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    ):
-        if overrides.get(name):
-            return None, f"override_transformer_config.{name} decides"
-    first, last = (overrides.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last"))
-    ends = [count for count in (first, last) if count is not None]
-    inner, rest = pp - len(ends), num_layers - sum(ends)
-    if inner < 0 or rest < 0 or (inner == 0 and rest) or (inner and rest % (inner * chunks)):
-        kinds = f"{inner} stages" if chunks == 1 else f"{inner} stages of {chunks} chunks"
-        return None, f"{rest} layers do not divide into {kinds}"
-    middle = [rest // inner] * inner if inner else []
-    return (*([first] if first is not None else []), *middle, *([last] if last is not None else [])), ""
+    try:
+        return PipelineSplit.of_engine(engine).layers_of_stages(layers), ""
+    except SplitError as error:
+        return None, str(error)
 
 
 def describe_groups(groups: Groups, space: str = " ") -> str:

@@ -162,18 +162,7 @@ def _engine(
     tokens, without = (_tokens(part, layout, batches) for part in (update, without_grad))
     return estimate_memory(
         shape,
-        Layout(
-            tp=layout.tensor,
-            pp=layout.pipeline,
-            vpp=layout.virtual_pipeline,
-            cp=layout.context,
-            ep=layout.expert,
-            etp=layout.expert_tensor,
-            world_size=layout.world_size,
-            sequence_parallel=layout.sequence_parallel,
-            first_stage_layers=overrides.get("num_layers_in_first_pipeline_stage"),
-            last_stage_layers=overrides.get("num_layers_in_last_pipeline_stage"),
-        ),
+        Layout.of_engine(engine, layout.world_size),
         max_tokens_per_rank=tokens,
         max_tokens_without_grad=without,
         max_tokens_of_reference=None if reference is None else _tokens(reference, layout, batches),
