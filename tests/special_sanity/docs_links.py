@@ -18,6 +18,8 @@ _ROOT_FILE = re.compile(r"[\w.-]+\.(?:md|txt|toml|py|yaml|sh)|LICENSE|\.pre-comm
 _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 _FENCE = re.compile(r"^( *)(```+|~~~+)([^\n]*)\n(.*?)^\1\2\s*$", re.MULTILINE | re.DOTALL)
 _MODULE = re.compile(r"-m (verl(?:\.\w+)+)")
+# A line that names the file which the block below it is, for the reader to write.
+_TO_WRITE = re.compile(r"^`[\w/]+\.py`[^\n]*:\n\n```python\n", re.MULTILINE)
 _CODE = re.compile(r"`([^`\n]+)`")
 _SETTING = re.compile(r"(?<![\w.+/?&<>\[{-])\+{0,2}((?:[a-z]\w*\.)+[A-Za-z]\w*)=")
 _KEY = re.compile(r"(?:actor_rollout_ref|algorithm|critic|data|reward|trainer)(?:\.[a-z]\w*)+(?<!\.pt)(?<!\.parquet)")
@@ -144,11 +146,13 @@ def check_document(path: Path, source: str) -> list[str]:
     """``path:line: what is wrong`` for every link and name in a document that leads nowhere.
 
     A name that is meant as an example, not as a file of this tree, stands on a line that ends in
-    ``<!-- not a file -->`` (in a block of code: ``# not a file``). A page that shows a wrong key on purpose says so
-    anywhere: ``<!-- not a key: trainer.nodes -->``.
+    ``<!-- not a file -->`` (in a block of code: ``# not a file``). The name of a Python file that the reader is to write
+    stands in backticks, with a colon, on a line of its own above the block. A page that shows a wrong key on purpose says
+    so anywhere: ``<!-- not a key: trainer.nodes -->``.
     """
     lines = source.splitlines()
     excused = {i for i, line in enumerate(lines, start=1) if re.search(r"(<!--|#) not a file( -->)?\s*$", line)}
+    excused |= {_line(source, match.start()) for match in _TO_WRITE.finditer(source)}
     found = [*_links(path, source), *_named_files(source), *_named_keys(source)]
     return [f"{path}:{line}: {text}" for line, text in sorted(set(found)) if line not in excused]
 
