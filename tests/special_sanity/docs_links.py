@@ -146,9 +146,9 @@ def check_document(path: Path, source: str) -> list[str]:
     """``path:line: what is wrong`` for every link and name in a document that leads nowhere.
 
     A name that is meant as an example, not as a file of this tree, stands on a line that ends in
-    ``<!-- not a file -->`` (in a block of code: ``# not a file``). The name of a Python file that the reader is to write
-    stands in backticks, with a colon, on a line of its own above the block. A page that shows a wrong key on purpose says
-    so anywhere: ``<!-- not a key: trainer.nodes -->``.
+    ``<!-- not a file -->`` (in a block of code: ``# not a file``). The name of a Python file for the reader to write
+    stands in backticks, with a colon, on a line of its own above the block. A page that shows a wrong key on purpose
+    says so anywhere: ``<!-- not a key: trainer.nodes -->``.
     """
     lines = source.splitlines()
     excused = {i for i, line in enumerate(lines, start=1) if re.search(r"(<!--|#) not a file( -->)?\s*$", line)}
