@@ -14,7 +14,6 @@ also put known faults into the code (four processes, tiny Qwen3-MoE), to show th
 """
 
 import difflib
-import importlib.util
 import math
 import os
 import sys
@@ -28,9 +27,10 @@ sys.path.insert(0, str(ROOT))
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-_VENV = ROOT / ".venv" / "bin" / "python"
-if importlib.util.find_spec("megatron") is None and _VENV.is_file() and Path(sys.executable) != _VENV:
-    os.execv(_VENV, [str(_VENV), *sys.argv])
+
+from verl.utils.environment import use_environment  # noqa: E402
+
+use_environment("megatron")
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 # Of the shrunk models and the batches in tests/models/exactness.

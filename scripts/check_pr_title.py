@@ -18,6 +18,14 @@ MODULES = (
     *("single_controller", "tests", "tool", "trainer", "training_utils", "trtllm", "veomni", "vllm", "worker"),
 )
 TYPES = ("feat", "fix", "refactor", "chore", "test")
+# Types that other projects use -> what to write here.
+INSTEAD = {
+    "docs": "[doc] chore or [doc] fix",
+    "perf": "[perf] refactor or [perf] feat",
+    "style": "chore",
+    "build": "[env] chore",
+    "ci": "[ci] chore",
+}
 FORM = "[module, module] type: description, with [1/3] and [BREAKING] before it where they apply"
 
 _SERIES = re.compile(r"\[(\d+)/(\d+|N)\]\s*")
@@ -26,6 +34,8 @@ _MODULES = re.compile(r"\[([^\[\]]*)\]\s*")
 
 
 def _not_known(kind: str, name: str, known: tuple[str, ...]) -> str:
+    if kind == "type" and name.lower() in INSTEAD:
+        return f"type {name!r} is not known; write {INSTEAD[name.lower()]} instead"
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{kind} {name!r} is not known{hint} (known: {', '.join(known)})"

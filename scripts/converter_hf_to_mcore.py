@@ -14,7 +14,6 @@ Exit code 1: --test found a difference. 2: refused, with one sentence a reason.
 
 import argparse
 import contextlib
-import importlib.util
 import math
 import os
 import re
@@ -27,9 +26,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-_VENV = ROOT / ".venv" / "bin" / "python"
-if importlib.util.find_spec("megatron") is None and _VENV.is_file() and Path(sys.executable) != _VENV:
-    os.execv(_VENV, [str(_VENV), *sys.argv])
+
+from verl.utils.environment import use_environment  # noqa: E402
+
+use_environment("megatron")
 
 SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),

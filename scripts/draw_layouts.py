@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's,
 
 from verl.utils.environment import use_environment  # noqa: E402
 
-use_environment()
+use_environment("torch")
 
 import torch  # noqa: E402
 

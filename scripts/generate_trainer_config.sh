@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python="${PYTHON:-python3}"
-[ -x .venv/bin/python ] && python="${PYTHON:-.venv/bin/python}"
+venv="${VERL_VENV:-.venv}"
+[ -x "$venv/bin/python" ] && python="${PYTHON:-$venv/bin/python}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 generated=verl/trainer/config/_generated_ppo_megatron_trainer.yaml

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this checkout's,
 
 from verl.utils.environment import use_environment  # noqa: E402
 
-use_environment()
+use_environment("torch")
 
 from verl.utils.tiny_model import FAMILIES  # noqa: E402
 

@@ -29,6 +29,8 @@ def run(arguments, **variables):
         ["scripts/init_random_model.py", "--out", "x"],
         ["scripts/print_cfg.py", "ppo_trainer"],
         ["scripts/draw_layouts.py"],
+        ["scripts/audit_gradients.py"],
+        ["scripts/converter_hf_to_mcore.py", "--hf_model_path", "x", "--output_path", "y"],
         ["-m", "verl.trainer.main_ppo"],
         ["-m", "verl.trainer.sft_trainer", "trainer.dry_run=True"],
     ],
@@ -47,6 +49,11 @@ def test_a_script_goes_on_in_the_environment_with_its_arguments(tmp_path):
     python.chmod(0o755)
     done = run(["scripts/init_random_model.py", "--out", "a b"], VERL_VENV=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "scripts/init_random_model.py --out a b\n"), done.stderr
+
+
+def test_a_package_that_one_script_needs_is_named():
+    assert environment.environment_problem("megatron") is None
+    assert "no_such_package is not installed for this Python" in environment.environment_problem("no_such_package")
 
 
 def test_an_import_of_the_package_ends_nothing():

@@ -16,17 +16,20 @@ __all__ = ["MIN_PYTHON", "environment_problem", "refuse_other_python", "use_envi
 MIN_PYTHON = (3, 12)
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Something that only an environment with this package's requirements holds, and that is found without an import.
-_NEEDED = ("omegaconf", "torch")
+# What every command needs. A dry run does without torch.
+_NEEDED = ("omegaconf",)
 
 
-def environment_problem() -> str | None:
-    """Why the commands cannot run with this Python, in a sentence that says what to do; None when they can."""
+def environment_problem(*packages: str) -> str | None:
+    """Why a command that needs these packages too cannot run with this Python: a sentence, with what to do about it.
+
+    None when it can.
+    """
     if sys.version_info < MIN_PYTHON:
         need, have = (".".join(map(str, version[:2])) for version in (MIN_PYTHON, sys.version_info))
         what = f"Python {need} or later is needed, and this is Python {have} ({sys.executable})"
     else:
-        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+        missing = [name for name in (*_NEEDED, *packages) if importlib.util.find_spec(name) is None]
         if not missing:
             return None
         what = f"{missing[0]} is not installed for this Python ({sys.executable})"
@@ -35,24 +38,27 @@ def environment_problem() -> str | None:
     return f"{what}; {make}enter it with: source {folder}/bin/activate"
 
 
-def use_environment() -> None:
+def use_environment(*packages: str) -> None:
     """For the top of a script: go on in the environment of this checkout where the Python that started it has none.
 
     The environment is ``.venv``, or the folder named by ``VERL_VENV``. Without one the script ends with exit code 2 and
     a sentence.
+
+    Args:
+        packages: what the script needs besides the packages that every command does.
     """
-    if environment_problem() is None:
+    if environment_problem(*packages) is None:
         return
     python = _python()
     # A link to the interpreter is not followed: the place of the link is what makes it an environment.
     if not python.is_file() or Path(sys.executable) == python:
-        refuse_other_python()
+        refuse_other_python(*packages)
     os.execv(python, [str(python), *sys.argv])
 
 
-def refuse_other_python() -> None:
-    """End with exit code 2 and a sentence if the commands cannot run with this Python."""
-    problem = environment_problem()
+def refuse_other_python(*packages: str) -> None:
+    """End with exit code 2 and the sentence of :func:`environment_problem` if there is one."""
+    problem = environment_problem(*packages)
     if problem:
         print(problem, file=sys.stderr)
         raise SystemExit(2)
