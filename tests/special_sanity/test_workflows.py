@@ -19,6 +19,12 @@ ACTIONS = sorted((REPO_ROOT / ".github/actions").glob("*/action.yml"))
 EXPECTED = "check-pr-title cpu_unit_tests docs gpu_unit_tests model nightly pre-commit".split()
 
 
+def planted(stem: str, old: str, new: str) -> str:
+    """The text of a workflow or an action with one place changed."""
+    assert old in read(stem), f"{stem} no longer says {old!r}; plant the fault of this test elsewhere"
+    return read(stem).replace(old, new, 1)
+
+
 def read(stem: str) -> str:
     """The text of a workflow, or of the action setup-env."""
     path = REPO_ROOT / ".github/actions" / stem / "action.yml"
@@ -128,8 +134,7 @@ def test_actionlint_finds_nothing(workflow, stem):
     ],
 )
 def test_actionlint_finds_a_planted_fault(workflow, stem, old, new, said):
-    assert old in read(stem)
-    assert said in lint(workflow, stem, read(stem).replace(old, new, 1))
+    assert said in lint(workflow, stem, planted(stem, old, new))
 
 
 def test_an_action_with_inputs_and_outputs_is_linted(workflow):
@@ -195,8 +200,7 @@ def test_an_action_with_inputs_and_outputs_is_linted(workflow):
     ],
 )
 def test_a_planted_fault_is_found(stem, old, new, said):
-    assert old in read(stem)
-    problems = checks.check_workflow(stem, read(stem).replace(old, new, 1))
+    problems = checks.check_workflow(stem, planted(stem, old, new))
     assert any(said in problem for problem in problems), problems
     assert all(problem.startswith(f".github/workflows/{stem}.yml: ") for problem in problems)
 
@@ -214,8 +218,7 @@ def test_a_planted_fault_is_found(stem, old, new, said):
     ],
 )
 def test_a_fault_planted_in_an_action_is_found(old, new, said):
-    assert old in read("setup-env")
-    problems = checks.check_action("setup-env", read("setup-env").replace(old, new, 1))
+    problems = checks.check_action("setup-env", planted("setup-env", old, new))
     assert any(said in problem for problem in problems), problems
     assert all(
         problem.startswith(".github/actions/setup-env/action.yml: step") or "runs" in problem for problem in problems
