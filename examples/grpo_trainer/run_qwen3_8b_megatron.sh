@@ -12,8 +12,8 @@
 # Layout: TP=2 x CP=4 x DP=1; a micro-batch holds up to 4 x 4096 tokens, a quarter of each sequence on every context
 #         rank
 # Regime: calculate_per_token_loss on: Megatron divides by the routed tokens of the whole step
-# Memory: 36.1 GiB a GPU at most, in generation, 15.3 GiB of it the rollout's copy of the model: an estimate of the
-#         dry run, not measured on a GPU. Without the CUDA context, NCCL's buffers and fragmentation
+# Memory: 38.1 GiB a GPU at most, while a checkpoint is saved: an estimate of the dry run, not measured on a GPU.
+#         Without the CUDA context, NCCL's buffers and fragmentation
 # Host:   275 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
 #         optimizer state while they do not
 # Curve:  not measured

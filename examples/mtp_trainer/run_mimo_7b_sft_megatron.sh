@@ -13,8 +13,8 @@
 # Layout: TP=2 x CP=2 x DP=2; a micro-batch holds up to 2 x 8192 tokens, half of each conversation on either context
 #         rank
 # Regime: calculate_per_token_loss on: Megatron divides by the routed tokens of the whole step
-# Memory: 37.2 GiB a GPU at most, in the update: an estimate of the dry run, not measured on a GPU. Without the CUDA
-#         context, NCCL's buffers and fragmentation
+# Memory: 51.1 GiB a GPU at most, while a checkpoint is saved: an estimate of the dry run, not measured on a GPU.
+#         Without the CUDA context, NCCL's buffers and fragmentation
 # Curve:  not measured
 #
 # MiMo's architecture is Python code in its folder, hence trust_remote_code.

@@ -11,8 +11,8 @@
 # Layout: actor and critic each TP=4 x CP=2 x DP=1; a micro-batch holds up to 2 x 8192 tokens, half of each sequence
 #         on either context rank
 # Regime: calculate_per_token_loss off, as by default; with it on the gradient is the same
-# Memory: 22.8 GiB a GPU at most, in the actor's update: an estimate of the dry run, not measured on a GPU. Without
-#         the CUDA context, NCCL's buffers and fragmentation
+# Memory: 24.8 GiB a GPU at most, while a checkpoint is saved: an estimate of the dry run, not measured on a GPU.
+#         Without the CUDA context, NCCL's buffers and fragmentation
 # Host:   332 GiB of a machine's memory hold what is offloaded: the rollout's copy while the others work, weights and
 #         optimizer state while they do not
 # Curve:  not measured

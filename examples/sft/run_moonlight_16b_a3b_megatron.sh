@@ -13,8 +13,8 @@
 # Layout: TP=2 x CP=2 x DP=2, experts EP=8 x ETP=1 x expert-DP=1. Its 27 layers do not divide into 2 or 4 pipeline
 #         stages
 # Regime: calculate_per_token_loss on: Megatron divides by the routed tokens of the whole step
-# Memory: 39.2 GiB a GPU at most, in the update: an estimate of the dry run, not measured on a GPU. Without the CUDA
-#         context, NCCL's buffers and fragmentation
+# Memory: 50.3 GiB a GPU at most, while a checkpoint is saved: an estimate of the dry run, not measured on a GPU.
+#         Without the CUDA context, NCCL's buffers and fragmentation
 # Curve:  not measured
 #
 # Tokenizer: Moonlight's is Python code in its folder, hence trust_remote_code.

@@ -11,8 +11,8 @@
 # Layout: TP=2 x CP=2 x DP=2; a micro-batch holds up to 2 x 8192 tokens, half of each conversation on either context
 #         rank
 # Regime: calculate_per_token_loss off, as by default; with it on the gradient is the same
-# Memory: 34.8 GiB a GPU at most, in the update: an estimate of the dry run, not measured on a GPU. Without the CUDA
-#         context, NCCL's buffers and fragmentation
+# Memory: 49.6 GiB a GPU at most, while a checkpoint is saved: an estimate of the dry run, not measured on a GPU.
+#         Without the CUDA context, NCCL's buffers and fragmentation
 # Curve:  not measured
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:

@@ -150,6 +150,7 @@ def test_memory_is_that_of_the_estimate(files: Files) -> None:
         max_tokens_without_grad=4096,
         num_micro_batches=1,
         reference=True,
+        saves=False,
         rollout=RolloutLoad(rows=4, tokens=1024),
     )
     assert report.memory.estimate == expected.to_dict()

@@ -53,7 +53,8 @@ NOT_COUNTED = (
     "the rollout's own forward pass: attention masks and hidden states of a prefill",
     "building the engines, when weights lie both in their buffers and outside them for a moment",
     "tensors in transit while weights are copied to the rollout or saved",
-    "host memory but for what is offloaded: processes, data, Ray's object store, reading and writing checkpoints",
+    "host memory but for what is offloaded: processes, data, Ray's object store, and while a checkpoint is written 12 "
+    "bytes and more for each parameter of a rank",
 )
 
 
@@ -153,12 +154,14 @@ def _element_size(dtype: str, key: str) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """Sizes of one rank's state: numbers trained, frozen, in buffers, and in this rank's optimizer shard."""
+    """Sizes of one rank's state: numbers trained, frozen, in buffers, in this rank's optimizer shard, and gathered at
+    once to save one kind of the optimizer's state."""
 
     trained: int
     frozen: int
     buffers: int
     optimizer: int
+    gathered: int
     words: str
 
 
@@ -178,21 +181,21 @@ def _state(
     frozen = sum(g.total for g in groups) - sum(g.total for g in trained)
     total = sum(g.total for g in trained)
     if not distributed:
-        return _State(total, frozen, total, total, f"{total:,} parameters, whole on every data-parallel rank")
+        return _State(total, frozen, total, total, 0, f"{total:,} parameters, whole on every data-parallel rank")
     apart = layout.experts_apart
     kinds = [([g for g in trained if not (g.expert and apart)], layout.dp_cp, "dp x cp")]
     if apart:
         kinds.append(([g for g in trained if g.expert], layout.expert_dp, "expert dp"))
-    buffers, shards, words = 0, 0, []
+    buffers, shards, gathered, words = 0, 0, 0, []
     for members, ranks, what in kinds:
         if not members:
             continue
         ranks //= instances
         padded = padded_numel(members, ranks)
         shard = min(padded // ranks, sum(g.total for g in members))
-        buffers, shards = buffers + padded, shards + shard
+        buffers, shards, gathered = buffers + padded, shards + shard, max(gathered, padded + padded // ranks)
         words.append(f"{padded:,} / {ranks} ({what})" if ranks > 1 else f"{shard:,}, not shared ({what} is 1)")
-    return _State(total, frozen, buffers, shards, " + ".join(words))
+    return _State(total, frozen, buffers, shards, gathered, " + ".join(words))
 
 
 def _host_bytes(parts: Iterable[MemoryPart]) -> int:
@@ -295,6 +298,7 @@ class MemorySettings:
         mtp_enable: ``model.mtp.enable``; without it the prediction layers are not built.
         mtp_train: ``model.mtp.enable_train``.
         value_head: a critic.
+        saves: there are checkpoints, with the optimizer's state in them.
         reference: a reference policy in the same process, laid out alike.
         reference_offload: its ``param_offload``.
         rollout: the in-process rollout on the same rank, or None.
@@ -317,6 +321,7 @@ class MemorySettings:
     mtp_enable: bool = False
     mtp_train: bool = False
     value_head: bool = False
+    saves: bool = True
     reference: bool = False
     reference_offload: bool = False
     rollout: RolloutLoad | None = None
@@ -360,7 +365,7 @@ class MemorySettings:
             REF_LOG_PROB: self.reference,
             UPDATE: trains,
             UPDATE_WEIGHTS: trains and self.rollout is not None,
-            SAVE: trains,
+            SAVE: trains and self.saves,
         }
         return tuple(phase for phase, found in there_is.items() if found)
 
@@ -389,7 +394,13 @@ def _training_parts(shape: ModelShape, layout: Layout, pp_rank: int, given: Memo
     in_float32 = ddp.get("grad_reduce_in_fp32", size < _FLOAT32)
     parts.append(_gradients(state, size, in_float32, (UPDATE,) if given.param_offload else ()))
     name = dict(given.optimizer or {}).get("optimizer", "adam")
-    parts.append(_optimizer(state, size, name, (UPDATE, SAVE) if given.optimizer_offload else ()))
+    parts.append(_optimizer(state, size, name, given.only_in(UPDATE, SAVE) if given.optimizer_offload else ()))
+    if given.saves and state.gathered:
+        formula = (
+            f"{state.gathered:,} numbers x {_FLOAT32} bytes: one kind of the optimizer's state at a time, of the "
+            "larger buffer, whole on every rank, and this rank's part of it"
+        )
+        parts.append(MemoryPart("optimizer state gathered to be saved", state.gathered * _FLOAT32, formula, (SAVE,)))
     tokens = given.max_tokens_per_rank
     kept = stage_activations(
         shape,

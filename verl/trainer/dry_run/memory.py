@@ -176,6 +176,7 @@ def _engine(
         param_offload=engine["param_offload"] and device != "cpu",
         optimizer_offload=engine["optimizer_offload"] and device != "cpu",
         reference=reference is not None,
+        saves=batches.steps.save_every is not None,
         mtp_enable=bool(mtp["enable"]),
         mtp_train=bool(mtp["enable"] and mtp["enable_train"]),
         packed=bool(model["use_remove_padding"]),
