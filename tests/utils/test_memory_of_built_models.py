@@ -19,6 +19,7 @@ pytestmark = pytest.mark.gloo
 WORLD_SIZE = 2
 TRAINED, FROZEN = MtpConfig(enable=True, enable_train=True), MtpConfig(enable=True)
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LOSS_COUNTED = {"account_for_loss_in_pipeline_split": True, "num_layers": 3}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
 
 
@@ -32,6 +33,8 @@ STATE_JOBS = [
     Job("qwen2", _case("dp2, whole optimizer state")),
     Job("qwen2", _case("pp2, sgd", pp=2, dtype="bfloat16"), optimizer="sgd"),
     Job("qwen2", _case("pp2, critic", pp=2, loss="value")),
+    Job("qwen2", _case("pp2, loss counted as a layer", pp=2, overrides=LOSS_COUNTED)),
+    Job("qwen2", _case("tp2, padded vocabulary", tp=2, overrides={"should_pad_vocab": True})),
     Job("qwen3", _case("cp2", cp=2, **SHARDED)),
     Job("qwen3", _case("cp2, float32", cp=2, distributed_optimizer=True)),
     Job("qwen3_moe", _case("ep2", ep=2, **SHARDED)),
@@ -66,7 +69,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, J
 
 def _layout(case: Case) -> Layout:
     etp = case.etp if case.etp is not None else (1 if case.ep > 1 else None)
-    return Layout(tp=case.tp, pp=case.pp, vpp=case.vpp, cp=case.cp, ep=case.ep, etp=etp, world_size=WORLD_SIZE)
+    engine = {
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.vpp,
+        "context_parallel_size": case.cp,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": etp,
+        "sequence_parallel": True,
+        "override_transformer_config": case.overrides,
+    }
+    return Layout.of_engine(engine, WORLD_SIZE)
 
 
 def _estimates(path: str, job: Job) -> list[MemoryEstimate]:

@@ -206,14 +206,18 @@ def test_layouts_that_do_not_divide_say_what_does_not() -> None:
 
 
 def test_a_padded_vocabulary_and_a_number_of_layers_are_what_is_built() -> None:
-    whole = replace(shape("Qwen3-8B"), vocab_size=151_935)
+    whole = shape("Qwen3-8B")
+    assert as_built(whole, Layout(tp=2, world_size=2, pads_vocabulary=True)).vocab_size == 152_064  # 2 x 128 x 594
+    assert shape("DeepSeek-V3").vocab_multiple == 1280
+    whole = read_model_shape(config("Qwen3-8B") | {"vocab_size": 151_935})
     assert "vocabulary of 151935" in " ".join(layout_problems(whole, Layout(tp=2, world_size=2)))
-    layout = Layout(tp=2, world_size=2, vocabulary_multiple=128, num_layers=4)
+    layout = Layout(tp=2, world_size=2, pads_vocabulary=True, num_layers=4)
     built = as_built(whole, layout)
-    assert (built.vocab_size, built.num_layers, len(built.moe_layers)) == (152_064, 4, 4)
+    assert (built.vocab_size, built.num_layers, len(built.moe_layers)) == (151_936, 4, 4)
+    assert as_built(whole, replace(layout, vocabulary_multiple=128)).vocab_size == 152_064
     assert as_built(built, layout) == built and not layout_problems(whole, layout)
     rank, layer = parameters_on_rank(whole, layout, 0), 3 * 4096 * 12288 // 2
-    assert rank["embedding"] == 152_064 * 4096 // 2 and rank["dense_mlp"] == 4 * layer
+    assert rank["embedding"] == 151_936 * 4096 // 2 and rank["dense_mlp"] == 4 * layer
 
 
 def test_the_layout_of_an_engine() -> None:
@@ -225,7 +229,7 @@ def test_the_layout_of_an_engine() -> None:
     layout = Layout.of_engine(engine | {"override_transformer_config": overrides}, 4)
     held = [stage_layers(as_built(shape("Qwen3-8B"), layout), layout, stage) for stage in range(4)]
     assert [len(layers) for layers in held] == [8, 9, 9, 8] and sum(held, []) == list(range(34))
-    assert layout.vocabulary_multiple == 128 and layout.expert_tp == 1
+    assert layout.pads_vocabulary and layout.vocabulary_multiple is None and layout.expert_tp == 1
 
 
 def test_importing_loads_nothing_heavy() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.special_sanity.test_import_time import HEAVY, measure
-from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_layers, tensor_rules, vocabulary_multiple
+from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_layers, tensor_rules
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = (f"account_for_{part}_in_pipeline_split" for part in ("embedding", "loss"))
@@ -101,8 +101,6 @@ def test_what_an_override_says_in_place_of_the_model() -> None:
     assert built_layers({"num_layers": 4}, 36) == 4
     assert built_layers({"num_layers": "four"}, 36) == built_layers(None, 36) == built_layers({}, 36) == 36
     assert built_layers({}, None) is None
-    assert vocabulary_multiple({}) is None and vocabulary_multiple({"should_pad_vocab": True}) == 128
-    assert vocabulary_multiple({"should_pad_vocab": True, "make_vocab_size_divisible_by": 64}) == 64
 
 
 def test_every_width_has_its_rule() -> None:

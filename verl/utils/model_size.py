@@ -18,7 +18,7 @@ from verl.utils.model_split import (
     Widths,
     built_layers,
     tensor_rules,
-    vocabulary_multiple,
+    whole_number,
 )
 
 __all__ = [
@@ -76,6 +76,7 @@ class ModelShape:
 
     Attributes:
         architecture: the class name in config.json's ``architectures``.
+        vocab_multiple: a vocabulary that is padded becomes a multiple of it on each tensor rank.
         ffn_size: width of a dense MLP; all MLPs here are gated (two matrices in, one out).
         tied: embedding and output head are one matrix.
         qkv_bias: queries, keys and values have a bias.
@@ -95,6 +96,7 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    vocab_multiple: int = 1
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -136,8 +138,8 @@ class Layout:
     """Sizes of the parallel groups.
 
     ``etp`` None means ``tp``, as in the engine. From ``override_transformer_config``: ``split`` says how layers go over
-    the pipeline stages (None: evenly), ``num_layers`` how many are built (None: the model's), ``vocabulary_multiple``
-    what a tensor rank's share of a padded vocabulary is a multiple of (None: not padded).
+    the pipeline stages (None: evenly), ``num_layers`` how many are built (None: the model's), ``pads_vocabulary``
+    whether the vocabulary is padded, to a multiple of ``vocabulary_multiple`` on each tensor rank (None: the model's).
     """
 
     tp: int = 1
@@ -150,6 +152,7 @@ class Layout:
     sequence_parallel: bool = True
     split: PipelineSplit | None = None
     num_layers: int | None = None
+    pads_vocabulary: bool = False
     vocabulary_multiple: int | None = None
 
     @classmethod
@@ -167,7 +170,8 @@ class Layout:
             sequence_parallel=bool(engine["sequence_parallel"]),
             split=PipelineSplit.of_engine(engine),
             num_layers=built_layers(overrides, None),
-            vocabulary_multiple=vocabulary_multiple(overrides),
+            pads_vocabulary=bool(overrides.get("should_pad_vocab")),
+            vocabulary_multiple=whole_number(overrides.get("make_vocab_size_divisible_by")),
         )
 
     @property
@@ -235,10 +239,12 @@ def _base(config: Mapping[str, Any], architecture: str, **more: Any) -> ModelSha
     ]
     if missing:
         raise ValueError(f"config.json of {architecture} lacks {', '.join(missing)}")
-    heads = config["num_attention_heads"]
+    heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
     settings: dict[str, Any] = dict(
         architecture=architecture,
-        vocab_size=config["vocab_size"],
+        vocab_size=vocabulary,
+        # megatron-bridge's, unless a family's bridge has its own: the largest power of 2, up to 128, that divides it.
+        vocab_multiple=min(128, vocabulary & -vocabulary),
         hidden_size=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
@@ -317,7 +323,7 @@ def _sparse_after_dense(config: Mapping[str, Any], architecture: str, **more: An
 def _deepseek_v3(config: Mapping[str, Any], architecture: str) -> ModelShape:
     mla = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     more = {name: config[name] for name in mla} | {"q_lora_rank": config.get("q_lora_rank") or 0}
-    return _sparse_after_dense(config, architecture, tied=False, qkv_bias=False, **more)
+    return _sparse_after_dense(config, architecture, tied=False, qkv_bias=False, vocab_multiple=1280, **more)
 
 
 def _glm4_moe(config: Mapping[str, Any], architecture: str) -> ModelShape:
@@ -367,9 +373,11 @@ def read_model_shape(config: Mapping[str, Any]) -> ModelShape:
 # ------------------------------------------------------------------ what a rank holds
 def as_built(shape: ModelShape, layout: Layout) -> ModelShape:
     """The sizes that an engine builds: the layout's number of layers, and its padded vocabulary."""
-    layers, multiple = layout.num_layers or shape.num_layers, (layout.vocabulary_multiple or 0) * layout.tp
+    layers, vocabulary = layout.num_layers or shape.num_layers, shape.vocab_size
     kinds = shape.moe_layers[:layers] + shape.moe_layers[-1:] * (layers - len(shape.moe_layers))
-    vocabulary = ceil(shape.vocab_size / multiple) * multiple if multiple else shape.vocab_size
+    if layout.pads_vocabulary:
+        multiple = (layout.vocabulary_multiple or shape.vocab_multiple) * layout.tp
+        vocabulary = ceil(vocabulary / multiple) * multiple
     return replace(shape, num_layers=layers, moe_layers=kinds, vocab_size=vocabulary)
 
 
@@ -380,7 +388,7 @@ def _widths(shape: ModelShape, layout: Layout) -> Widths:
         dense=None if all(shape.moe_layers) else shape.ffn_size,
         shared=shape.shared_ffn_size,
         expert=shape.moe_ffn_size if layout.etp is None else None,
-        vocabulary=None if layout.vocabulary_multiple else shape.vocab_size,
+        vocabulary=None if layout.pads_vocabulary else shape.vocab_size,
         vision_heads=shape.vision.num_heads if shape.vision else None,
         context=layout.cp,
     )

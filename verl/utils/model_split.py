@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["PipelineSplit", "SplitError", "TensorRule", "Widths", "built_layers", "tensor_rules", "vocabulary_multiple"]
+__all__ = ["PipelineSplit", "SplitError", "TensorRule", "Widths", "built_layers", "tensor_rules", "whole_number"]
 
 SplitKind = Literal["stages", "ends", "chunks", "middle", "both", "layout"]
 
@@ -30,20 +30,14 @@ class SplitError(ValueError):
         self.kind, self.number, self.parts = kind, number, parts
 
 
-def _count(value: Any) -> int | None:
-    # What is no number is said where the values are checked.
+def whole_number(value: Any) -> int | None:
+    """``value`` if it is one, else None: what is wrong with it is said where values are checked."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def built_layers(overrides: Mapping[str, Any] | None, num_layers: int | None) -> int | None:
     """Decoder layers that an engine builds of a model of ``num_layers``, under its ``override_transformer_config``."""
-    return _count((overrides or {}).get("num_layers")) or num_layers
-
-
-def vocabulary_multiple(overrides: Mapping[str, Any] | None) -> int | None:
-    """What the vocabulary on each tensor rank is padded to a multiple of; None where it is not padded."""
-    given = overrides or {}
-    return (_count(given.get("make_vocab_size_divisible_by")) or 128) if given.get("should_pad_vocab") else None
+    return whole_number((overrides or {}).get("num_layers")) or num_layers
 
 
 @dataclass(frozen=True)
@@ -74,8 +68,8 @@ class PipelineSplit:
         return cls(
             stages=engine["pipeline_model_parallel_size"],
             chunks=engine["virtual_pipeline_model_parallel_size"] or 1,
-            first=_count(overrides.get("num_layers_in_first_pipeline_stage")),
-            last=_count(overrides.get("num_layers_in_last_pipeline_stage")),
+            first=whole_number(overrides.get("num_layers_in_first_pipeline_stage")),
+            last=whole_number(overrides.get("num_layers_in_last_pipeline_stage")),
             counts_embedding=bool(overrides.get("account_for_embedding_in_pipeline_split")),
             counts_loss=bool(overrides.get("account_for_loss_in_pipeline_split")),
             has_layout=bool(overrides.get("pipeline_model_parallel_layout")),

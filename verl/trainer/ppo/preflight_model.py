@@ -16,8 +16,8 @@ from typing import Any
 from verl.trainer.ppo.preflight_batch import get, near_divisors
 from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.utils.config import did_you_mean
-from verl.utils.hf_config import architecture_of, find_hf_config
-from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_layers, tensor_rules, vocabulary_multiple
+from verl.utils.hf_config import EXPERT_COUNTS, MTP_COUNTS, architecture_of, find_hf_config, text_config
+from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_layers, tensor_rules
 
 __all__ = [
     "ModelFacts",
@@ -28,9 +28,6 @@ __all__ = [
     "is_about_this_machine",
     "read_model",
 ]
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 # Architectures (by their first letters) whose layers are not cut by the number of layers alone.
 _OWN_PIPELINE = ("Sarvam", "NemotronH", "FalconH1", "T5")
@@ -77,7 +74,7 @@ class ModelFacts:
     @property
     def num_experts(self) -> int:
         """Experts of a layer, 0 for a dense model."""
-        return self.number(*_EXPERTS) or 0
+        return self.number(*EXPERT_COUNTS) or 0
 
     @property
     def context(self) -> int | None:
@@ -95,9 +92,8 @@ def read_model(model: Mapping[str, Any]) -> ModelFacts | None:
     whole, file = find_hf_config(model)
     if whole is None:
         return None
-    nested = whole.get("text_config")
-    text = nested if isinstance(nested, dict) else whole
-    return ModelFacts(file, architecture_of(whole) or "", text | (model.get("override_config") or {}))
+    text = dict(text_config(whole)) | (model.get("override_config") or {})
+    return ModelFacts(file, architecture_of(whole) or "", text)
 
 
 def check_override_config(path: str, model: Mapping[str, Any]) -> list[str]:
@@ -264,7 +260,7 @@ def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapp
 
 def _widths(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> Widths:
     sparse = facts.num_experts and not facts.number("first_k_dense_replace")
-    padded = vocabulary_multiple(overrides) or facts.architecture.startswith(_OWN_VOCABULARY)
+    padded = overrides.get("should_pad_vocab") or facts.architecture.startswith(_OWN_VOCABULARY)
     linear = {name: facts.number(name) for name in ("linear_num_key_heads", "linear_num_value_heads")}
     return Widths(
         heads=facts.number("num_attention_heads"),
@@ -332,20 +328,20 @@ def _check_experts(facts: ModelFacts, path: str, engine: Mapping) -> list[str]:
 def _check_mtp(path: str, facts: ModelFacts, model: Mapping) -> list[str]:
     """Whether there are the layers of multi-token prediction that are asked for."""
     mtp = model.get("mtp") or {}
-    if not mtp.get("enable") or facts.number(*_MTP_LAYERS):
+    if not mtp.get("enable") or facts.number(*MTP_COUNTS):
         return []
-    if not any(name in facts.text for name in _MTP_LAYERS) and _may_default(facts.text.get("model_type")):
+    if not any(name in facts.text for name in MTP_COUNTS) and _may_default(facts.text.get("model_type")):
         return []
     return [
         f"{path}.mtp.enable=True needs layers of multi-token prediction, and {facts.file} has none "
-        f"({_MTP_LAYERS[0]}); set {path}.mtp.enable=False"
+        f"({MTP_COUNTS[0]}); set {path}.mtp.enable=False"
     ]
 
 
 def _may_default(model_type: Any) -> bool:
     """Whether transformers' class for a config.json may give a number of these layers that the file does not."""
     files = _configuration_files(model_type)[:1]
-    return not files or any(name in files[0].read_text(encoding="utf-8") for name in _MTP_LAYERS)
+    return not files or any(name in files[0].read_text(encoding="utf-8") for name in MTP_COUNTS)
 
 
 def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:
