@@ -13,7 +13,6 @@ etp=N: one layout instead of all; layers=N (default 2); z_loss=X (default 0.1); 
 also put known faults into the code (four processes, tiny Qwen3-MoE), to show that the comparison sees them.
 """
 
-import difflib
 import math
 import os
 import sys
@@ -66,9 +65,9 @@ def parse(arguments: list[str]) -> tuple[str | None, dict[str, Any], dict[str, i
             settings[key] = value if key == "out" else _number(type(DEFAULTS[key]), key, value)
         else:
             known = ["world", *SIZES, *DEFAULTS]
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known)}"
-            raise ValueError(f"{key}: no such key{hint}")
+            from verl.utils.config import did_you_mean
+
+            raise ValueError(f"{key}: no such key; known: {', '.join(known)}.{did_you_mean(key, known)}")
     return folder, settings, layout
 
 

@@ -391,7 +391,7 @@ def test_an_estimator_of_the_users_own_by_path(tmp_path, monkeypatch):
     (tmp_path / "my_estimators.py").write_text("def half(**kwargs):\n    return kwargs\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert get_adv_estimator_fn("my_estimators:half")(x=1) == {"x": 1}
-    with pytest.raises(ValueError, match="algorithm.adv_estimator='my_estimators:halv'.*did you mean 'half'"):
+    with pytest.raises(ValueError, match="algorithm.adv_estimator='my_estimators:halv'.*Did you mean half"):
         get_adv_estimator_fn("my_estimators:halv")
     with pytest.raises(ValueError, match="module 'no_such_module' cannot be imported"):
         get_adv_estimator_fn("no_such_module:half")

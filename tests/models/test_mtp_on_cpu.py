@@ -13,6 +13,7 @@ from verl.models.mcore import mtp_patch
 from verl.models.mcore.bridge import _check_overrides, _mtp_settings
 from verl.models.mcore.mtp_patch import count_targets, legacy_mtp_loss, loss_metrics, prepare, trained_targets
 from verl.models.mcore.packing import make_layout, shift_left_within_sequences
+from verl.utils.hf_config import MTP_COUNTS
 from verl.utils.metric import merge_metrics
 from verl.workers.config import MtpConfig
 from verl.workers.engine.megatron import loss_scale
@@ -203,7 +204,7 @@ def test_layers_that_are_not_built_cannot_be_trained() -> None:
 @pytest.mark.parametrize("mtp", [None, MtpConfig()])
 def test_off_clears_every_name_of_the_layer_count(mtp: MtpConfig | None) -> None:
     settings = _mtp_settings(SimpleNamespace(mtp_num_layers=2), mtp)
-    assert settings == {"mtp_num_layers": None, "num_nextn_predict_layers": None, "mtp_num_hidden_layers": None}
+    assert settings == dict.fromkeys(MTP_COUNTS)
 
 
 def test_enabling_layers_that_the_model_lacks_is_an_error() -> None:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from enum import Enum
+
+from verl.utils.config import did_you_mean
 
 __all__ = ["Registry"]
 
@@ -59,9 +60,8 @@ class Registry:
             return self._functions[plain]
         if ":" in plain:
             return self._import(plain)
-        close = difflib.get_close_matches(plain, self._functions, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{self._key}={plain!r} is no known {self._kind}{hint} (known: {', '.join(self.names())})")
+        hint = did_you_mean(plain, self._functions)
+        raise ValueError(f"{self._key}={plain!r} is no known {self._kind} (known: {', '.join(self.names())}).{hint}")
 
     def _import(self, path: str) -> Callable:
         module_name, _, function_name = path.partition(":")
@@ -75,9 +75,8 @@ class Registry:
         function: object = getattr(module, function_name, None)
         if not callable(function):
             known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            close = difflib.get_close_matches(function_name, known, n=1)
-            hint = f", did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{self._key}={path!r}: {module_name} has no function {function_name!r}{hint}")
+            hint = did_you_mean(function_name, known)
+            raise ValueError(f"{self._key}={path!r}: {module_name} has no function {function_name!r}.{hint}")
         return function
 
     def names(self) -> list[str]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A function that a config names by the Python file it stands in. Needs no torch."""
 
-import difflib
 import importlib.util
 import inspect
 import sys
@@ -9,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from verl.utils.config import did_you_mean
 
 __all__ = ["FileFunction"]
 
@@ -44,9 +45,9 @@ def _find_function(module: ModuleType, path: str, name: str, key: str) -> Callab
     function: object = getattr(module, name, None)
     if not callable(function):
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names) or 'no function'}"
-        raise ValueError(f"{key}.name={name!r} is not a function of {path!r}; {hint}")
+        has = ", ".join(names) or "no function"
+        hint = did_you_mean(name, names)
+        raise ValueError(f"{key}.name={name!r} is not a function of {path!r}; it has {has}.{hint}")
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{key}.name={name!r} is a coroutine; a plain function is needed")
     return function

@@ -51,7 +51,7 @@ def read_hf_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{file} holds no object")
+        raise ValueError(f"{file} cannot be read: it holds no JSON object")
     return config
 
 

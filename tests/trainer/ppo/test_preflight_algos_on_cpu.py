@@ -47,7 +47,7 @@ def test_functions_of_the_users_own_by_path(shipped, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert problems(shipped, {ESTIMATOR: "my_functions:mine", LOSS: "my_functions:mine"}) == []
     (said,) = problems(shipped, {LOSS: "my_functions:main"})
-    assert f"{LOSS}='my_functions:main'" in said and "did you mean 'mine'?" in said
+    assert f"{LOSS}='my_functions:main'" in said and "Did you mean mine?" in said
     (said,) = problems(shipped, {ESTIMATOR: "nowhere:mine"})
     assert "module 'nowhere' cannot be imported" in said
 

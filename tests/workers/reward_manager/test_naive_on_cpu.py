@@ -171,7 +171,7 @@ def test_custom_function_is_loaded_from_its_file_with_its_kwargs(tmp_path):
     ("change", "match"),
     [
         ({"path": "/nowhere/x.py"}, r"custom_reward_function\.path='/nowhere/x.py': the file does not exist"),
-        ({"name": "my_scor"}, r"custom_reward_function\.name='my_scor' .*did you mean 'my_score'"),
+        ({"name": "my_scor"}, r"custom_reward_function\.name='my_scor' .*Did you mean my_score"),
         ({"name": None}, r"custom_reward_function\.name='compute_score'"),
         ({"name": "later"}, "is a coroutine"),
     ],

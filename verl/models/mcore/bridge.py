@@ -6,7 +6,6 @@ it, the layers that the bridge chooses.
 """
 
 import contextlib
-import difflib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -22,7 +21,9 @@ from typing import Any
 import torch
 
 from verl.utils.checkpoint.dist_weights import load_dist_weights
+from verl.utils.config import did_you_mean
 from verl.utils.device import get_device_name
+from verl.utils.hf_config import MTP_COUNTS
 from verl.utils.quiet import quiet_imports
 from verl.workers.config.names import NPU_FIELDS
 
@@ -44,7 +45,6 @@ _NEED_ACCELERATOR = (
     "moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
 ).split()
 _AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-_MTP_FIELDS = ("mtp_num_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 _NOT_TRAINED = "Qwen3VL"
 _MTP_KEYS = "model.mtp.enable, mtp_loss_scaling_factor, detach_encoder"
 
@@ -80,9 +80,8 @@ def load_bridge(
     config = AutoConfig.from_pretrained(config_path or path, trust_remote_code=trust_remote_code)
     for name, value in (override_config or {}).items():
         if not hasattr(config, name):
-            near = difflib.get_close_matches(name, list(config.to_dict()), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no such entry{hint}")
+            hint = did_you_mean(name, config.to_dict())
+            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no such entry.{hint}")
         setattr(config, name, value)
     if not auto_bridge.supports(config):
         known = ", ".join(sorted(auto_bridge.list_supported_models()))
@@ -221,7 +220,7 @@ def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_conf
 
 def _mtp_settings(provider: Any, mtp_config: Any) -> dict[str, Any]:
     if mtp_config is None or not mtp_config.enable:
-        return dict.fromkeys(_MTP_FIELDS)  # every name of the field, so that none brings the layers back
+        return dict.fromkeys(MTP_COUNTS)  # every name of the field, so that none brings the layers back
     if not getattr(provider, "mtp_num_layers", None):
         raise ValueError(
             "model.mtp.enable=True: the model has no multi-token prediction layer "
@@ -234,10 +233,9 @@ def _check_overrides(provider: Any, overrides: dict[str, Any]) -> None:
     prefix = "override_transformer_config"
     for name in overrides:
         if not hasattr(provider, name) and name not in NPU_FIELDS:
-            near = difflib.get_close_matches(name, list(vars(provider)), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{prefix}.{name}: the transformer configuration has no such field{hint}")
-    for name in (*_MTP_FIELDS, "mtp_loss_scaling_factor", "mtp_detach_heads"):
+            hint = did_you_mean(name, vars(provider))
+            raise ValueError(f"{prefix}.{name}: the transformer configuration has no such field.{hint}")
+    for name in (*MTP_COUNTS, "mtp_loss_scaling_factor", "mtp_detach_heads"):
         if name in overrides:
             raise ValueError(
                 f"{prefix}.{name}: multi-token prediction is set under model.mtp, for instance {_MTP_KEYS}"

@@ -3,10 +3,10 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 
 from verl.algos.registry import Registry
 from verl.trainer.ppo.preflight_batch import get
+from verl.utils.config import did_you_mean
 from verl.workers.config.names import ADV_ESTIMATORS, POLICY_LOSSES
 
 _LOSS, _ESTIMATOR = "actor_rollout_ref.actor.policy_loss.loss_mode", "algorithm.adv_estimator"
@@ -37,8 +37,7 @@ def _check_name(key: str, name: str, known: tuple[str, ...], module: str, getter
     loaded = sys.modules.get(module)
     if loaded is not None and _is_registered(getattr(loaded, getter), name):
         return []
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(repr(name), map(repr, known))
     return [f"{key}={name!r} is not known; choose one of {', '.join(known)}, or module:function.{hint}"]
 
 

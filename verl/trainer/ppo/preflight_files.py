@@ -14,6 +14,7 @@ from verl.trainer.ppo.preflight_reward import check_score_function
 from verl.trainer.ppo.preflight_sources import supported_architectures
 from verl.utils.checkpoint.dist_weights import dist_checkpoint_problem
 from verl.utils.config import did_you_mean
+from verl.utils.hf_config import architecture_of, read_hf_config, text_config
 
 # A text file is looked through only so far; parquet knows its columns and rows without being read.
 MAX_TEXT_ROWS = 20_000
@@ -232,17 +233,16 @@ def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | N
     config = Path(str(model["hf_config_path"] or folder)).expanduser() / "config.json"
     if not config.is_file():
         return [f"{path}.path={folder} is no Hugging Face model: it has no config.json"]
-    errors += _check_architecture(path, config)
-    sizes = {} if model["hf_config_path"] or errors else _sizes(config) | (model["override_config"] or {})
+    try:
+        whole = read_hf_config(config)
+    except ValueError as error:
+        return [f"{path}.path: {error}"]
+    errors += _check_architecture(path, config, whole)
+    own = not model["hf_config_path"] and not errors
+    sizes = dict(text_config(whole)) | (model["override_config"] or {}) if own else {}
     if problem := weights_problem(folder, sizes):
         (errors if notes is None else notes).append(f"{path}.path={folder} {problem}")
     return errors + _check_tokenizer(path, model, folder, sizes.get("vocab_size"))
-
-
-def _sizes(config: Path) -> dict[str, Any]:
-    whole = json.loads(config.read_text(encoding="utf-8"))
-    text = whole.get("text_config")
-    return dict(text) if isinstance(text, dict) else whole
 
 
 def _check_tokenizer(path: str, model: Mapping[str, Any], folder: Path, vocab_size: Any) -> list[str]:
@@ -285,19 +285,15 @@ def _is_hub_name(path: str) -> bool:
     return bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", path)) and not Path(path.split("/")[0]).exists()
 
 
-def _check_architecture(path: str, config: Path) -> list[str]:
-    try:
-        whole = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return [f"{path}.path: {config} cannot be read: {error}"]
-    architectures = whole.get("architectures") if isinstance(whole, dict) else None
-    if not isinstance(architectures, list) or not architectures:
-        return [f'{path}.path: {config} names no architectures, for instance ["Qwen3MoeForCausalLM"]']
+def _check_architecture(path: str, file: Path, config: Mapping[str, Any]) -> list[str]:
+    architecture = architecture_of(config)
+    if architecture is None:
+        return [f'{path}.path: {file} names no architectures, for instance ["Qwen3MoeForCausalLM"]']
     known = supported_architectures()
-    if known and architectures[0] not in known:
+    if known and architecture not in known:
         return [
-            f"{path}.path: {config} asks for {architectures[0]}, which megatron-bridge cannot load."
-            f"{did_you_mean(architectures[0], known)} It loads {len(known)} others, among them LlamaForCausalLM, "
+            f"{path}.path: {file} asks for {architecture}, which megatron-bridge cannot load."
+            f"{did_you_mean(architecture, known)} It loads {len(known)} others, among them LlamaForCausalLM, "
             "Qwen2ForCausalLM, Qwen3ForCausalLM and Qwen3MoeForCausalLM; all of them are printed by: python3 -m "
             "verl.trainer.ppo.preflight_sources"
         ]

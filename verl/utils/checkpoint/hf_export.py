@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from verl.utils.checkpoint.agreement import raise_everywhere
+from verl.utils.hf_config import MTP_COUNTS, read_hf_config, text_config
 
 __all__ = ["holds_mtp", "save_hf_folder", "write_hf_folder"]
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 _TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens_map", "added_tokens", "chat_template")
-_MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers")
 _BUFFERS = ("rotary_emb.inv_freq",)  # computed, not learnt; in folders of older transformers
 
 
@@ -113,9 +113,9 @@ def write_hf_folder(
 
 
 def _drop_mtp_layers(path: Path) -> None:
-    written = json.loads(path.read_text(encoding="utf-8"))
+    written = read_hf_config(path)
     for section in (written, written.get("text_config") or {}):
-        for key in _MTP_COUNTS:
+        for key in MTP_COUNTS:
             if section.get(key):
                 section[key] = 0
     path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
@@ -150,8 +150,7 @@ def holds_mtp(names: Iterable[str], source: str | Path) -> bool:
 
 
 def _num_layers(source: str | Path) -> int:
-    config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
-    return int({**config, **(config.get("text_config") or {})}["num_hidden_layers"])
+    return int(text_config(read_hf_config(Path(source) / "config.json"))["num_hidden_layers"])
 
 
 def _is_mtp(name: str, num_layers: int) -> bool:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's optimizer and learning-rate schedule from our configuration."""
 
-import difflib
 import logging
 import math
 from typing import Any
 
 import torch
+
+from verl.utils.config import did_you_mean
 
 __all__ = ["build_lr_scheduler", "build_optimizer", "step_if_finite"]
 
@@ -43,9 +44,8 @@ def build_optimizer(config: Any, modules: list[Any], dtype: torch.dtype, use_dis
     fields = OptimizerConfig.__dataclass_fields__
     for name, value in dict(config.override_optimizer_config or {}).items():
         if name not in fields:
-            near = difflib.get_close_matches(name, list(fields), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"override_optimizer_config.{name}: Megatron's OptimizerConfig has no such field{hint}")
+            hint = did_you_mean(name, fields)
+            raise ValueError(f"override_optimizer_config.{name}: Megatron's OptimizerConfig has no such field.{hint}")
         settings[name] = value
     return get_megatron_optimizer(OptimizerConfig(**settings), modules, use_gloo_process_groups=False)
 

@@ -2,7 +2,8 @@
 """The option names that a config may hold, kept apart from the code behind them so that a check needs no torch."""
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+
+from verl.utils.config import did_you_mean
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
@@ -81,6 +82,5 @@ def name_problems(key: str, value: str, known: Iterable[str]) -> list[str]:
     known = tuple(known)
     if value in known:
         return []
-    close = get_close_matches(str(value), known, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return [f"{key}={value!r} is not known; choose one of {', '.join(map(repr, known))}.{hint}"]
+    words = [repr(name) for name in known]
+    return [f"{key}={value!r} is not known; choose one of {', '.join(words)}.{did_you_mean(repr(value), words)}"]
