@@ -85,10 +85,13 @@ def in_world(rank: int, world: int, path: str, root: str) -> dict[str, Any]:
     worker.save_checkpoint(f"{root}/bfloat16")
     uninterrupted = update(worker)
     reset_megatron_state()
-    worker = build(path, "distributed", dtype="bfloat16")
-    worker.load_checkpoint(f"{root}/bfloat16")
-    results["bfloat16"] = largest_difference(update(worker), uninterrupted)
-    reset_megatron_state()
+    for fault in (None, "float32 weights are lost"):
+        worker = build(path, "distributed", dtype="bfloat16")
+        worker.load_checkpoint(f"{root}/bfloat16")
+        if fault:
+            worker.engine.optimizer.reload_model_params()  # made again from those in bfloat16
+        results["bfloat16", fault] = largest_difference(update(worker), uninterrupted)
+        reset_megatron_state()
 
     fresh = update(build(f"{root}/hf", "distributed"))
     results["a fresh optimizer differs"] = largest_difference(fresh, going_on["distributed"])
@@ -135,7 +138,8 @@ def test_the_optimizer_state_fits_every_layout_and_kind_of_optimizer(by_rank: li
 
 @pytest.mark.gloo
 def test_float32_weights_of_a_bfloat16_model_are_found_under_either_name(by_rank: list[dict[Any, Any]]) -> None:
-    assert by_rank[0]["bfloat16"] == 0
+    assert by_rank[0]["bfloat16", None] == 0
+    assert by_rank[0]["bfloat16", "float32 weights are lost"] > 0  # what this test is there to see
 
 
 @pytest.mark.gloo
