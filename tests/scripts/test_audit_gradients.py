@@ -23,6 +23,7 @@ from scripts.audit_gradients import (
 from tests.models.engine_world import save_sharp_model
 from tests.models.exactness.checks import DATA, LAYOUTS
 from tests.models.exactness.models import shrink
+from tests.models.exactness.report import ELSEWHERE
 from tests.utils_dist import REPO_ROOT
 
 
@@ -107,6 +108,10 @@ def test_the_numbers_of_the_shrunk_model_are_those_of_the_exactness_tests(tmp_pa
     )
     assert sizes == (HEADS, EXPERTS, EXPERT_WIDTH)
     assert len(DATA["odd"]) == ROWS
+
+
+def test_the_page_says_what_the_script_writes_about_latent_attention() -> None:
+    assert ELSEWHERE in (REPO_ROOT / "docs" / "exactness.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.gloo
