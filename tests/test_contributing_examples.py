@@ -73,6 +73,15 @@ for file, before, entry in PLACES:
 """
 
 
+# Own bridges are registered where megatron-bridge is imported, and where it is there already.
+BOTH_WAYS = """
+from verl.models.mcore import bridge
+calls = []
+bridge._register_own_bridges = lambda: calls.append(1)
+assert bridge._import_auto_bridge() is bridge._import_auto_bridge() and len(calls) == 2, calls
+"""
+
+
 def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
@@ -161,6 +170,7 @@ def test_a_place_without_its_entry_is_noticed(tree):
 @pytest.mark.slow
 def test_the_example_of_a_model_is_registered_and_passes_the_checks_before_a_start(tree, tmp_path):
     passes(run(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", MODEL_TEST))
+    passes(run(tree, "-c", BOTH_WAYS))
     model = tmp_path / "model"
     passes(run(tree, "scripts/init_random_model.py", "--out", str(model)))
     config = (model / "config.json").read_text(encoding="utf-8")
