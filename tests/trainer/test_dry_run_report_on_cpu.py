@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.config.files import Files, write_files
+from tests.trainer.config.files import Files, write_files, write_model
 from verl.trainer.dry_run.command import guilty_argument, read_request
 from verl.trainer.dry_run.render import as_json, as_text, bytes_in_words
 from verl.trainer.dry_run.report import Report, build_report, world_of
 from verl.trainer.ppo.preflight_repair import is_consequence, with_defaults_at
-from verl.utils.config import compose_config
+from verl.utils.config import compose_config, explain_unknown_key
 from verl.utils.memory_estimate import Layout, RolloutLoad, estimate_memory
 from verl.utils.model_size import read_model_shape
 
@@ -83,13 +83,50 @@ def test_everything_wrong_is_told_at_once_and_the_rest_too(files: Files) -> None
 
 def test_what_hydra_refused_is_among_the_errors_without_what_follows(files: Files) -> None:
     config = compose_config("ppo_trainer", [argument for argument in files.ppo_arguments if "mini" not in argument])
-    refused = f"{A}.actor.ppo_mini_batchsize is not a key of ppo_trainer. Did you mean {A}.actor.ppo_mini_batch_size?"
+    # Consequences are told by the sentence, so it is the one that a user gets.
+    refused = explain_unknown_key(f"{A}.actor.ppo_mini_batchsize", "ppo_trainer")
+    assert refused.endswith(f" Did you mean {A}.actor.ppo_mini_batch_size?")
     report = build_report(config, "ppo_trainer", [refused])
     assert report.errors == (refused,)
     assert any(note.startswith("perhaps only") and "ppo_mini_batch_size=256" in note for note in report.notes)
     # The default of the key that was meant is larger than the batch, which is nobody's mistake.
     assert any("ppo_mini_batch_size=256" in error for error in build_report(config, "ppo_trainer").errors)
     assert build_report(None, "ppo_trainer", ["no"]).errors == ("no",)
+
+
+def test_what_follows_from_a_value_of_another_type_is_no_error(files: Files) -> None:
+    report = ppo(files, f"{A}.actor.ppo_mini_batch_size=many")
+    (error,) = report.errors
+    assert error.startswith(f"{A}.actor.ppo_mini_batch_size='many' must be a whole number")
+    assert any(note.startswith("perhaps only") and "ppo_mini_batch_size=256" in note for note in report.notes)
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="nothing is missing here")
+def test_what_is_missing_on_this_machine_is_a_note_of_a_dry_run(files: Files, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "gemma", architectures=["Gemma3ForCausalLM"])
+    report = ppo(files, f"{A}.model.path={model}")
+    assert report.errors == ()
+    assert any("needs the package transformer_engine, which is not installed here" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("layers", "size", "overrides", "stages"),
+    [
+        (48, "tensor", {"should_pad_vocab": True}, (48,)),
+        (47, "pipeline", {"account_for_loss_in_pipeline_split": True}, (24, 23)),
+        (48, "pipeline", {"num_layers": 4}, (2, 2)),
+        (48, "pipeline", {"num_layers_in_first_pipeline_stage": 30}, (30, 18)),
+    ],
+)
+def test_checks_layout_and_memory_divide_the_model_alike(
+    files: Files, tmp_path: Path, layers: int, size: str, overrides: dict[str, Any], stages: tuple[int, ...]
+) -> None:
+    odd = json.loads(FIXTURE.read_text()) | {"num_hidden_layers": layers, "vocab_size": 151_935}
+    model, engine = write_model(tmp_path / "odd", **odd), f"{A}.actor.megatron"
+    changes = [f"{A}.model.path={model}", f"{engine}.context_parallel_size=1", f"{engine}.{size}_model_parallel_size=2"]
+    report = ppo(files, *changes, *(f"+{engine}.override_transformer_config.{k}={v}" for k, v in overrides.items()))
+    assert report.errors == () and report.layout.stages == stages
+    assert report.memory.estimate is not None, report.memory.unknown
 
 
 def test_a_consequence_is_about_the_key_or_one_of_its_name() -> None:
@@ -121,7 +158,11 @@ def test_weights_and_machine_do_not_matter(files: Files, monkeypatch: pytest.Mon
     assert any("has no weights" in note for note in report.notes)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     report = ppo(files, f"{A}.model.path=Nobody/No-Such-Model")
+    assert len(report.errors) == 1 and "HF_HUB_OFFLINE is set" in report.errors[0]
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    report = ppo(files, f"{A}.model.path=Nobody/No-Such-Model")
     assert report.errors == ()
+    assert any("not checked: the model Nobody/No-Such-Model is not on this machine" in note for note in report.notes)
     assert report.memory.unknown == "Nobody/No-Such-Model is neither a folder nor in the local Hugging Face cache"
     assert report.regimes[0].regime.source == "unknown"
 

@@ -178,11 +178,11 @@ def _count(part: MicroBatches) -> str:
 
 
 def _token_rows(batches: BatchReport) -> list[tuple[str, str]]:
+    padding = f"each sequence to a multiple of {batches.padding_multiple}"
     rows = [
         ("longest sequence", f"{batches.longest} tokens = {batches.longest_formula}"),
-        ("padding", f"each sequence to a multiple of {batches.padding_multiple} (tensor x 2 x context; tensor alone"),
+        ("padding", f"{padding} (tensor x 2 x context; tensor alone without context parallelism)"),
     ]
-    rows[1] = ("padding", f"{rows[1][1]} without context parallelism)")
     for part in [*(updates.micro_batches for updates in batches.updates), *batches.passes]:
         if part.dynamic:
             rows.append((part.name, _budget(part)))
@@ -256,11 +256,11 @@ def _schedule(schedule: Schedule) -> str:
 
 def _regime_rows(report: RegimeReport) -> list[tuple[str, str]]:
     state = {True: "on", False: "off", None: "not known"}[report.regime.per_token]
+    name = report.key.split(".")[-2] if "." in report.key else "model"
     rows = [
-        (report.key.split(".")[-2] if "." in report.key else "model", f"calculate_per_token_loss is {state}: "),
+        (name, f"calculate_per_token_loss is {state}: {report.regime.why}"),
         ("that means", report.means),
     ]
-    rows[0] = (rows[0][0], rows[0][1] + report.regime.why)
     refused = [guard.combination for guard in report.guards if guard.refuses]
     allowed = [guard.combination for guard in report.guards if guard.present and not guard.refuses]
     words = "on" if report.guards_on else f"lifted ({report.key}.per_token_loss_guards=False)"
@@ -278,12 +278,12 @@ def _offline_rows(offline: OfflineReport) -> list[tuple[str, str]]:
     if offline.workers is None:
         rows = [("rows", f"{_number(offline.rows)} in data.path")]
     else:
-        used = (
-            "" if offline.rows_used == offline.rows else f", of which {offline.rows_used} (data.max_samples) are used"
-        )
+        some = offline.rows_used != offline.rows
+        used = f", of which {offline.rows_used} (data.max_samples) are used" if some else ""
+        responses = f"{_number(offline.rows_used)} x {offline.samples} (data.n_samples) = {_number(offline.responses)}"
         rows = [
             ("prompts", f"{_number(offline.rows)} in data.path{used}"),
-            ("responses", f"{_number(offline.rows_used)} x {offline.samples} (data.n_samples) = "),
+            ("responses", responses),
             (
                 "batches",
                 f"{offline.batch_size} prompts (data.batch_size) at a time, {_number(offline.batches)} times; "
@@ -293,7 +293,6 @@ def _offline_rows(offline: OfflineReport) -> list[tuple[str, str]]:
             ("workers", f"{offline.workers} (trainer.nnodes x trainer.n_gpus_per_node), each with a whole copy"),
             ("longest", f"{offline.longest} tokens = rollout.prompt_length + rollout.response_length"),
         ]
-        rows[1] = (rows[1][0], rows[1][1] + _number(offline.responses))
     return [*rows, ("output", value_in_words(offline.output))]
 
 

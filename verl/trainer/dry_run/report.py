@@ -36,7 +36,7 @@ from verl.trainer.ppo.preflight import (
 )
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
-from verl.trainer.ppo.preflight_model import is_about_this_machine, read_model
+from verl.trainer.ppo.preflight_model import ThisMachine, read_model
 from verl.trainer.ppo.preflight_offline import check_evaluation_config, check_generation_config
 from verl.trainer.ppo.preflight_repair import is_consequence, value_in_words, with_usable_numbers
 from verl.utils.config import compose_config, flatten, to_tree
@@ -111,7 +111,7 @@ def build_report(config: DictConfig | None, config_name: str, refused: Sequence[
         return Report(command, (*refused, *str(error).splitlines()), changed=changed_keys(config, config_name))
     key_errors = [*refused, *found.key_errors]
     doubtful = [problem for problem in found.errors if is_consequence(problem, key_errors)]
-    elsewhere = [problem for problem in found.errors if problem not in doubtful and is_about_this_machine(problem)]
+    elsewhere = [problem for problem in found.errors if isinstance(problem, ThisMachine) and problem not in doubtful]
     errors = [problem for problem in found.errors if problem not in (*doubtful, *elsewhere)]
     tree, unusable = with_usable_numbers(found.tree, found.defaults, config_name)
     parts = _describe(tree, config_name, found)

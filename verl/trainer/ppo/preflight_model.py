@@ -21,11 +21,11 @@ from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_laye
 
 __all__ = [
     "ModelFacts",
+    "ThisMachine",
     "check_generation_model",
     "check_model",
     "check_ppo_models",
     "check_sft_model",
-    "is_about_this_machine",
     "read_model",
 ]
 
@@ -41,12 +41,9 @@ _NEED_TRANSFORMER_ENGINE = {
     "Qwen3VL": "megatron-bridge builds its layers of nothing else",
 }
 
-_MISSING = "needs the package transformer_engine, which is not installed here"
 
-
-def is_about_this_machine(error: str) -> bool:
-    """Whether a sentence of these checks is about what is installed here, and so may not hold where the run will be."""
-    return _MISSING in error
+class ThisMachine(str):
+    """A sentence about what is installed here, which may not hold where the run will be."""
 
 
 @dataclass(frozen=True)
@@ -354,8 +351,10 @@ def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:
     if reason is None:
         return []
     return [
-        f"{path}.path: {facts.architecture} {_MISSING}, because "
-        f"{reason} ({facts.file}); install it on a machine with an accelerator, or use another model"
+        ThisMachine(
+            f"{path}.path: {facts.architecture} needs the package transformer_engine, which is not installed here, "
+            f"because {reason} ({facts.file}); install it on a machine with an accelerator, or use another model"
+        )
     ]
 
 

@@ -9,6 +9,7 @@ from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
 from verl.trainer.ppo.preflight_model import read_model
 from verl.utils.config import did_you_mean
+from verl.utils.hf_config import MTP_COUNTS
 from verl.workers.config.names import NPU_FIELDS
 
 __all__ = ["check_overrides", "check_ppo_overrides", "check_sft_overrides"]
@@ -17,10 +18,7 @@ AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 BALANCING_TYPES = (*AUX_LOSS_TYPES, "sinkhorn", "none")
 ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
-_OF_MTP = {
-    "mtp_num_layers": "enable",
-    "num_nextn_predict_layers": "enable",
-    "mtp_num_hidden_layers": "enable",
+_OF_MTP = dict.fromkeys(MTP_COUNTS, "enable") | {
     "mtp_loss_scaling_factor": "mtp_loss_scaling_factor",
     "mtp_detach_heads": "detach_encoder",
 }
