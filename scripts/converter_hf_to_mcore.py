@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import shutil
 import sys
 from collections import Counter
@@ -151,11 +150,11 @@ def check_layout(folder: str, layout: dict[str, int], world_size: int) -> None:
     shipped = default_tree("sft_trainer_engine")
     engine, model = shipped["engine"] | layout, shipped["model"] | {"path": folder}
     errors = preflight_batch.check_layout(engine, "the layout", world_size, "nnodes x nproc_per_node")
-    errors += preflight_model.check_model("model", model, "engine", engine, (1, ""))
+    errors += preflight_model.check_model("model", model, "--", engine, (1, ""))
     if errors:
-        # What is advised beside sizes are keys of a trainer.
-        advice = re.compile(r",? or [a-z ]+ \+engine\.[^;]*")
-        raise ValueError("\n".join(advice.sub("", error).replace("engine.", "--") for error in errors))
+        # A key below this node is a flag here; keys that a trainer has besides are not advised.
+        plain = (error.plain if isinstance(error, preflight_model.WithOverride) else error for error in errors)
+        raise ValueError("\n".join(error.replace("--.", "--") for error in plain))
 
 
 def build(folder: str, layout: dict[str, int], dtype: str, has_mtp: bool, trust_remote_code: bool) -> tuple[Any, list]:

@@ -156,7 +156,9 @@ def test_any_layout_reads_the_same_bits(source: Path, one_process: tuple[Path, s
         ("disk", [], "GiB are free"),
         ("", ["--expert_model_parallel_size", 0], "--expert_model_parallel_size 0: at least 1 is needed"),
         ("", ["--tensor_model_parallel_size", 2], "nnodes x nproc_per_node=1 ranks cannot be divided into the layout"),
-        ("", ["--pipeline_model_parallel_size", 3], "does not divide the 2 layers (num_hidden_layers in"),
+        ("", ["--pipeline_model_parallel_size", 3], "--pipeline_model_parallel_size=3 does not divide the 2 layers"),
+        ("vocabulary", ["--tensor_model_parallel_size", 2], "--tensor_model_parallel_size=2 cannot divide the vocab"),
+        ("", ["--expert_model_parallel_size", 3], "--expert_model_parallel_size=3 does not divide the 4 experts"),
     ],
 )
 def test_what_cannot_be_converted_is_refused_in_words(
@@ -167,6 +169,8 @@ def test_what_cannot_be_converted_is_refused_in_words(
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if change == "architecture":
         config["architectures"] = ["Qwen3MoFForCausalLM"]
+    if change == "vocabulary":
+        config["vocab_size"] = 65
     if change != "folder":
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if change == "config":
@@ -193,6 +197,8 @@ def test_what_cannot_be_converted_is_refused_in_words(
     error = capsys.readouterr().err
     assert said in error and "Traceback" not in error
     assert all(line.startswith("error: ") for line in error.splitlines())
+    # Keys of a trainer, advised or not, are no flags of the script.
+    assert not any(word in error for word in ("engine.", "override_", "+", "--."))
     assert change == "output" or not output.is_dir(), "nothing is made before all is checked"
 
 

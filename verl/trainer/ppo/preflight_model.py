@@ -22,6 +22,7 @@ from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_laye
 __all__ = [
     "ModelFacts",
     "ThisMachine",
+    "WithOverride",
     "check_generation_model",
     "check_model",
     "check_ppo_models",
@@ -40,6 +41,18 @@ _NEED_TRANSFORMER_ENGINE = {
     "GptOss": "it has layers with a sliding window",
     "Qwen3VL": "megatron-bridge builds its layers of nothing else",
 }
+
+
+class WithOverride(str):
+    """A sentence that ends with advice to set a key of ``override_transformer_config``; ``plain`` is it without."""
+
+    plain: str
+
+    def __new__(cls, plain: str, advice: str) -> "WithOverride":
+        """Put both together."""
+        made = super().__new__(cls, plain + advice)
+        made.plain = plain
+        return made
 
 
 class ThisMachine(str):
@@ -222,11 +235,11 @@ def _pipeline_sentences(error: SplitError, file: str, path: str, split: Pipeline
         ]
     if error.kind == "stages":
         more = f" with embedding and loss counted {error.number}," if error.number != layers else ""
-        return [
+        said = (
             f"{path}.pipeline_model_parallel_size={pp} does not divide the {layers} layers (num_hidden_layers in "
-            f"{file}){',' if more else ''}{more}; use {near_divisors(pp, error.number)}, or set "
-            f"+{otc}.num_layers_in_first_pipeline_stage"
-        ]
+            f"{file}){',' if more else ''}{more}; use {near_divisors(pp, error.number)}"
+        )
+        return [WithOverride(said, f", or set +{otc}.num_layers_in_first_pipeline_stage")]
     return [
         f"{path}.virtual_pipeline_model_parallel_size={split.chunks} does not divide the {error.number} layers of a "
         f"stage ({layers} layers in {file}, {path}.pipeline_model_parallel_size={pp}); use "
@@ -249,10 +262,11 @@ def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapp
     heads = facts.number("num_attention_heads") or tp
     fitting = [size for size in range(1, heads + 1) if all(rule.allows(size) for rule in rules)]
     near = [size for size in fitting if size < tp][-1:] + [size for size in fitting if size > tp][:1]
-    advice = f"use {' or '.join(map(str, near or [1]))}"
+    use = " or ".join(map(str, near or [1]))
+    said = f"{path}.tensor_model_parallel_size={tp} cannot divide {wrong.words} in {facts.file}; use {use}"
     if wrong.is_vocabulary:
-        advice += f", or pad it with +{path}.override_transformer_config.should_pad_vocab=True"
-    return [f"{path}.tensor_model_parallel_size={tp} cannot divide {wrong.words} in {facts.file}; {advice}"]
+        return [WithOverride(said, f", or pad it with +{path}.override_transformer_config.should_pad_vocab=True")]
+    return [said]
 
 
 def _widths(facts: ModelFacts, engine: Mapping, overrides: Mapping) -> Widths:
