@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
-
 from verl.utils.environment import use_environment  # noqa: E402
 
 use_environment("megatron")
@@ -241,6 +240,7 @@ def audit(folder: str | None, settings: dict[str, Any], asked: dict[str, int]) -
         "the largest relative L2 differences from plain autograd of the unsharded model (see\n"
         f"[objective.md](objective.md)); {len(beyond)} cases are beyond their limits\n({report.limits()}).\n"
         "Megatron keeps the gradient norm and the clipping factor in float32, which is what the norm and update show.\n"
+        f"{report.ELSEWHERE}\n"
         f"\n{table}\n\n## Every case\n\n{report.every_case(results)}\n"
     )
     if settings["faults"]:
