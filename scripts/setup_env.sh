@@ -123,7 +123,7 @@ install_all() {
     local pip=("$VENV/bin/python" -m pip --disable-pip-version-check) errors
     prepare_venv
     rm -f "$STAMP"
-    echo "setup_env: installing the pinned packages into $VENV (a few minutes, about 5 GB)"
+    echo "setup_env: installing the pinned packages into $VENV (a few minutes, about 6 GB)"
     "${pip[@]}" install -qq -r "$ROOT/requirements.txt" -r "$ROOT/requirements-test.txt"
     "${pip[@]}" install -qq --no-deps -r "$ROOT/requirements-mcore.txt"
     errors="$("$VENV/bin/python" -c 'import megatron.core, ray, tensordict, torch, transformers' 2>&1)" || {

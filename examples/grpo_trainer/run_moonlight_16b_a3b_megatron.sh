@@ -24,7 +24,7 @@
 # Tokenizer: Moonlight's is Python code in its folder, hence trust_remote_code. The same key would make transformers
 # take the folder's model code, written for transformers 4: remove auto_map from its config.json (not from
 # tokenizer_config.json), so that the DeepSeek-V3 of transformers 5 generates. Untested with the real folder; a tiny
-# model of the same architecture trains two steps in the tests.
+# model of the same architecture trained two steps by hand, and trains two steps of SFT in the tests.
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
 #   MODEL_PATH       folder of the model, or its name on the Hugging Face hub (moonshotai/Moonlight-16B-A3B-Instruct)

@@ -15,7 +15,7 @@
 # Curve:  held-out accuracy 0.41 to 0.82 in 40 steps
 #
 # Environment, with its default (paths are relative to the repository); further key=value arguments win:
-#   MODEL_PATH       folder of the model (the quickstart's supervised one)
+#   MODEL_PATH       folder of the model (outputs/quickstart/sft/global_step_400/huggingface)
 #   TRAIN_FILES      training rows (outputs/quickstart/data/train.parquet)
 #   VAL_FILES        held-out rows (outputs/quickstart/data/test.parquet)
 #   NNODES           machines (1)
@@ -25,16 +25,12 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../../examples/common.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-MODEL_PATH="${MODEL_PATH:-$(ls -d outputs/quickstart/sft/global_step_*/huggingface 2>/dev/null | tail -n 1 || true)}"
+MODEL_PATH="${MODEL_PATH:-outputs/quickstart/sft/global_step_400/huggingface}"
 TRAIN_FILES="${TRAIN_FILES:-outputs/quickstart/data/train.parquet}"
 VAL_FILES="${VAL_FILES:-outputs/quickstart/data/test.parquet}"
 NNODES="${NNODES:-1}"
 N_GPUS_PER_NODE="${N_GPUS_PER_NODE:-2}"
 OUT="${OUT:-outputs/dapo}"
-if [[ -z "$MODEL_PATH" || ! -f "$TRAIN_FILES" ]]; then
-    echo "dapo: run scripts/quickstart.sh first, or set MODEL_PATH, TRAIN_FILES and VAL_FILES" >&2
-    exit 2
-fi
 
 exec "$python" -m verl.trainer.main_ppo \
     model_engine=megatron \
