@@ -146,4 +146,4 @@ def test_layers_of_the_stages(changes: dict, stages: tuple[int, ...] | None) -> 
 
 
 def test_layers_of_an_unknown_model() -> None:
-    assert layers_of_stages(engine(), None) == (None, "the number of layers is unknown")
+    assert layers_of_stages(engine(), None) == (None, "needs config.json")

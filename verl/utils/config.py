@@ -7,6 +7,7 @@ import importlib
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -153,14 +154,23 @@ def default_tree(config_name: str) -> dict[str, Any]:
 
 
 def closest_keys(key: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """The known dotted keys most like ``key``, best first: by last part, then by the whole; none if none is near."""
-    leaf = key.rpartition(".")[2]
+    """The known dotted keys most like ``key``, best first: by last part, then by the whole; none if none is near.
+
+    Of those that are equally near, the ones that are named first come first.
+    """
+    known, (parent, _, leaf) = sorted(known) if isinstance(known, set) else list(known), key.rpartition(".")
+    leaves = Counter(name.rpartition(".")[2] for name in known)
 
     def likeness(candidate: str) -> float:
-        leaf_ratio = SequenceMatcher(None, leaf, candidate.rpartition(".")[2]).ratio()
-        return 0.7 * leaf_ratio + 0.3 * SequenceMatcher(None, key, candidate).ratio()
+        group, _, last = candidate.rpartition(".")
+        leaf_ratio = SequenceMatcher(None, leaf, last).ratio()
+        whole = SequenceMatcher(None, key, candidate).ratio()
+        # A word such as enable, which many groups have, says little of the group that was meant.
+        if group != parent and whole < 0.85 and (leaf_ratio < 0.85 or leaves[last] > 4):
+            return 0.0
+        return 0.7 * leaf_ratio + 0.3 * whole
 
-    scored = sorted(((likeness(candidate), candidate) for candidate in known), key=lambda pair: (-pair[0], pair[1]))
+    scored = sorted(((likeness(candidate), candidate) for candidate in known), key=lambda pair: -pair[0])
     return [candidate for score, candidate in scored[:count] if score > 0.6]
 
 
@@ -176,7 +186,8 @@ def explain_hydra_error(error: Exception, config_name: str, moved: Mapping[str, 
     Args:
         error: what composing or reading the config raised.
         config_name: the config that was asked for; its keys are the ones suggested.
-        moved: advice by key, for keys that have another name here; ``{parent}`` in an advice is the key's own group.
+        moved: advice by key, group or last part of either, for what has another name here; ``{parent}`` in an advice
+            is the group that it was written in.
     """
     text = str(error)
     override = re.match(r"Could not override '([^']+)'", text)
@@ -210,13 +221,15 @@ def explain_hydra_error(error: Exception, config_name: str, moved: Mapping[str, 
 
 def explain_unknown_key(key: str, config_name: str, moved: Mapping[str, str] | None = None) -> str:
     """Say that a key does not exist, and which key comes nearest, is its new name, or takes it with a ``+``."""
-    parent, _, leaf = key.rpartition(".")
-    for name in (key, leaf):
-        if moved and name in moved:
-            return f"{key} is not a key of {config_name}: {moved[name].format(parent=parent)}."
-    if is_free_form(key):
+    parts = key.split(".")
+    for depth in range(len(parts), 0, -1):
+        parent = ".".join(parts[: depth - 1])
+        for name in (".".join(parts[:depth]), parts[depth - 1]):
+            if moved and name in moved:
+                return f"{key} is not a key of {config_name}: {moved[name].format(parent=parent)}."
+    if is_free_form(key) and parts[0] in default_tree(config_name):
         return f"{key} is a new key of a free-form group: write +{key}=..."
-    known = flatten(default_tree(config_name))
+    known = [name for name in flatten(default_tree(config_name)) if not name.endswith("_target_")]
     groups = {name.rsplit(".", depth)[0] for name in known for depth in range(1, name.count(".") + 1)}
     if key in groups:
         example = next(name for name in known if name.startswith(f"{key}."))

@@ -135,7 +135,7 @@ WRONG = [
     (DENSE | {"architectures": ["Gemma3ForCausalLM"]}, {}, ["Gemma3ForCausalLM needs the package transformer_engine"]),
     (DENSE | {"architectures": ["MistralForCausalLM"], "sliding_window": 16}, {}, ["window of 16 tokens"]),
     (
-        {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": DENSE, "num_hidden_layers": 2},
+        {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": DENSE, "num_hidden_layers": 2},
         {"pp": 3},
         ["the 4 layers"],
     ),

@@ -78,7 +78,7 @@ def test_every_problem_is_a_line_and_only_the_first_rank_says_it(run) -> None:
     result = run("trainer.project_name=check", "trainer.n_gpus_per_node=3")
     assert result.returncode == 2
     lines = result.stderr.splitlines()
-    assert lines[0] == f"{len(lines) - 1} errors:"
+    assert lines[0] == f"{len(lines) - 1} errors"
     assert any("actor_rollout_ref.rollout.name must be set" in line for line in lines)
     assert "Traceback" not in result.stderr
     silent = run("trainer.total_epoch=2", RANK="1")

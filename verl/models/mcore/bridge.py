@@ -25,7 +25,7 @@ from verl.utils.config import did_you_mean
 from verl.utils.device import get_device_name
 from verl.utils.hf_config import MTP_COUNTS
 from verl.utils.quiet import quiet_imports
-from verl.workers.config.names import NPU_FIELDS
+from verl.workers.config.names import NOT_TRAINED, NPU_FIELDS
 
 __all__ = [
     "build_modules",
@@ -45,7 +45,6 @@ _NEED_ACCELERATOR = (
     "moe_grouped_gemm moe_permute_fusion moe_router_fusion persist_layer_norm"
 ).split()
 _AUX_LOSS_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-_NOT_TRAINED = "Qwen3VL"
 _MTP_KEYS = "model.mtp.enable, mtp_loss_scaling_factor, detach_encoder"
 
 
@@ -162,11 +161,9 @@ def build_provider(bridge: Any, engine_config: Any, dtype: torch.dtype, mtp_conf
             auxiliary-loss settings that contradict each other, and for a model that cannot be trained here.
     """
     provider = bridge.to_megatron_provider(load_weights=False)
-    if type(provider).__name__.startswith(_NOT_TRAINED):
-        raise ValueError(
-            f"{type(provider).__name__}: training Qwen3-VL is not supported yet, because megatron-bridge's model hands "
-            "its routers no padding mask and wants other positions than a text model; use one, such as Qwen3-MoE"
-        )
+    for prefix, reason in NOT_TRAINED.items():
+        if type(provider).__name__.startswith(prefix):
+            raise ValueError(f"{type(provider).__name__}: {reason}")
     expert_tp = engine_config.expert_tensor_parallel_size
     settings = {
         "tensor_model_parallel_size": engine_config.tensor_model_parallel_size,

@@ -39,8 +39,10 @@ def read_request(arguments: Sequence[str]) -> Request:
     tells hydra where to write is left out then, and replaced by its writing nothing.
 
     Raises:
-        ValueError: ``--json`` without a dry run, or a dry run of many configurations.
+        ValueError: ``--json`` without a dry run or with a value, a dry run of many configurations or with a value that
+            says neither yes nor no, or spaces around a ``=``.
     """
+    _check_form(arguments)
     value, as_json = None, JSON_FLAG in arguments
     for argument in arguments:
         given = re.fullmatch(rf"\+{{0,2}}{re.escape(KEY)}=(.*)", argument)
@@ -48,6 +50,8 @@ def read_request(arguments: Sequence[str]) -> Request:
             value = given.group(1).strip("'\" ").lower()
     as_json |= value == "json"
     is_dry_run = value in ("true", "json", "yes", "on", "1")
+    if value is not None and not is_dry_run and value not in ("false", "no", "off", "0"):
+        raise ValueError(f"{KEY}={value} must be True, False or json")
     if as_json and not is_dry_run:
         raise ValueError(f"{JSON_FLAG} is the form of a dry run's report; add {KEY}=True, or leave out {JSON_FLAG}")
     if not is_dry_run:
@@ -64,6 +68,20 @@ def read_request(arguments: Sequence[str]) -> Request:
         elif argument != JSON_FLAG and not re.match(r"\+{0,2}~?hydra[./](?!searchpath)", argument):
             kept.append(argument)
     return Request(True, as_json, kept)
+
+
+def _check_form(arguments: Sequence[str]) -> None:
+    """Refuse what reads like a key and its value and is neither to hydra nor to the dry run."""
+    for position, argument in enumerate(arguments):
+        key, equals, value = argument.partition("=")
+        if key == JSON_FLAG and equals:
+            raise ValueError(f"{argument}: {JSON_FLAG} takes no value; write {JSON_FLAG}")
+        before = arguments[position - 1] if position else ""
+        follows = arguments[position + 1] if position + 1 < len(arguments) else ""
+        if equals and not key and "=" not in before:
+            raise ValueError(f"there must be no spaces around =; write {before}={value or follows}")
+        if not equals and before.endswith("=") and not argument.startswith(("-", "+", "~")):
+            raise ValueError(f"there must be no spaces around =; write {before}{argument}")
 
 
 def run_command(prepare: Callable[[DictConfig], Callable[[], Any] | None], config_name: str) -> None:

@@ -193,7 +193,7 @@ def layers_of_stages(engine: Mapping[str, Any], num_layers: int | None) -> tuple
     """Transformer layers of each pipeline stage, or None and the reason."""
     layers = built_layers(engine["override_transformer_config"], num_layers)
     if layers is None:
-        return None, "the number of layers is unknown"
+        return None, "needs config.json"
     try:
         return PipelineSplit.of_engine(engine).layers_of_stages(layers), ""
     except SplitError as error:

@@ -31,7 +31,6 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.trainer.ppo import preflight_tables as tables
 from verl.trainer.ppo.preflight_algos import check_algorithm
 from verl.trainer.ppo.preflight_batch import (
-    check_layout,
     check_model_options,
     check_ppo_batches,
     check_sft_batches,
@@ -53,13 +52,15 @@ from verl.trainer.ppo.preflight_files import (
     check_reward_file,
     open_data_files,
 )
-from verl.trainer.ppo.preflight_model import check_ppo_models, check_sft_model
+from verl.trainer.ppo.preflight_layout import check_layout
+from verl.trainer.ppo.preflight_model import RefusedByEngine, allows_layout, check_ppo_models, check_sft_model
 from verl.trainer.ppo.preflight_overrides import check_ppo_overrides, check_sft_overrides
 from verl.trainer.ppo.preflight_regime import check_guards
 from verl.trainer.ppo.preflight_repair import all_positive, is_consequence, with_defaults_at, with_usable_numbers
 from verl.trainer.ppo.preflight_resume import check_resume
 from verl.trainer.ppo.preflight_sampling import check_filter_groups
 from verl.trainer.ppo.preflight_values import with_values, without_followers
+from verl.trainer.ppo.preflight_warnings import ppo_warnings, save_warnings, sft_warnings
 from verl.utils.config import (
     CONFIG_DIR,
     compose_config,
@@ -76,7 +77,7 @@ from verl.utils.config import (
 from verl.utils.environment import MIN_PYTHON
 from verl.utils.quiet import quiet_libraries
 from verl.utils.run_end import last_words
-from verl.workers.config.names import check_name
+from verl.workers.config.names import SERVER_ROLLOUTS, name_problems
 from verl.workers.config.reward import REWARD_MANAGERS, reward_kwargs_problem
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,7 @@ def refuse(reason: str) -> None:
     # Under a launcher every rank refuses; one of them says why.
     if os.environ.get("RANK", "0") == "0":
         problems = [line for line in reason.splitlines() if line.strip()]
-        head = "error:" if len(problems) == 1 else f"{len(problems)} errors:\n "
+        head = "error:" if len(problems) == 1 else f"{len(problems)} errors\n "
         print(head, "\n  ".join(problems), file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -184,7 +185,7 @@ class Findings:
         bad_keys: these keys.
         key_errors: sentences about them.
         errors: sentences about everything else that is wrong.
-        notes: what is missing here and may be missing in a dry run.
+        notes: what is allowed and worth a warning; in a dry run also what is missing here and may be.
         no_effect: key, value and reason of each key that is set and not read.
         is_dry_run: whether nothing will be started.
     """
@@ -202,9 +203,17 @@ class Findings:
         """Whether the keys with these prefixes can be read."""
         return self.is_dry_run or not any(key.startswith(prefixes) for key in self.bad_keys)
 
+    def note_refused_models(self) -> None:
+        """In a dry run, tell of models that the engine refuses, which is no fault of the command line's."""
+        if self.is_dry_run:
+            self.notes += [error for error in self.errors if isinstance(error, RefusedByEngine)]
+            self.errors = [error for error in self.errors if not isinstance(error, RefusedByEngine)]
+
     def refuse(self) -> None:
-        """Raise ``ValueError`` if anything is wrong; otherwise log what has no effect."""
+        """Raise ``ValueError`` if anything is wrong; otherwise log what is worth a warning."""
         refuse_all(self.key_errors + self.errors)
+        for note in self.notes:
+            logger.warning("%s", note)
         notes = [f"{key}={value} ({why})" for key, value, why in self.no_effect]
         if notes:
             logger.warning("without effect here: %s", "; ".join(notes))
@@ -227,10 +236,12 @@ def check_ppo_config(config: DictConfig, env: Mapping[str, str] | None = None, i
     if found.may_check(""):
         _check_ppo_values(found)
     if found.may_check("data", "reward", MODEL):
-        _check_ppo_files(tree, found.errors, found.notes if is_dry_run else None)
+        _check_ppo_files(tree, found.errors, found.notes, is_dry_run)
     if found.may_check(""):
         found.errors = with_values(found.errors, tree, "ppo_trainer")
     found.no_effect = _changed(tree, defaults, _ppo_no_effect(tree, defaults))
+    found.note_refused_models()
+    found.notes += ppo_warnings(tree) if found.may_check("") else []
     return found
 
 
@@ -249,11 +260,13 @@ def check_sft_config(config: DictConfig, env: Mapping[str, str] | None = None, i
     if found.may_check(""):
         _check_sft_values(found, os.environ if env is None else env)
     if found.may_check("data", "model"):
-        _check_sft_files(found.tree, found.errors, found.notes if is_dry_run else None)
+        _check_sft_files(found.tree, found.errors, found.notes, is_dry_run)
     if found.may_check(""):
         found.errors = with_values(found.errors, found.tree, "sft_trainer_engine")
     reasons = _below("engine", tables.engine_no_effect(found.tree["engine"])) | _below("model", tables.MODEL_NO_EFFECT)
     found.no_effect = _changed(found.tree, found.defaults, reasons | tables.SFT_NO_EFFECT)
+    found.note_refused_models()
+    found.notes += sft_warnings(found.tree) if found.may_check("") else []
     return found
 
 
@@ -346,6 +359,8 @@ def _type_problem(key: str, value: Any, default: Any) -> str | None:
         if value is None:
             is_right = isinstance(default, str) or key in server_keys
         words = f"{type_in_words(type(default))}, such as {default!r}"
+        if value == "after_each_epoch":
+            words += "; it counts steps, of which an epoch has the number of rows over data.train_batch_size"
     return None if is_right else f"{key}={value!r} must be {words}"
 
 
@@ -370,7 +385,7 @@ def _check_common(tree: dict, config_name: str, errors: list[str]) -> None:
     for key, known in tables.ONE_OF[config_name].items():
         value = get(tree, key)
         if value not in (*known, "???"):
-            _name_error(key, value, known, errors)
+            name_error(key, value, known, errors)
     for key in tables.AT_LEAST_ONE[config_name]:
         value = get(tree, key)
         if value is not None and (not is_of_type(value, int) or value < 1):
@@ -378,19 +393,28 @@ def _check_common(tree: dict, config_name: str, errors: list[str]) -> None:
     trainer = tree["trainer"]
     for name in [trainer["logger"]] if isinstance(trainer["logger"], str) else trainer["logger"] or []:
         if name not in tables.LOGGERS:
-            _name_error("trainer.logger", name, tables.LOGGERS, errors)
+            name_error("trainer.logger", name, tables.LOGGERS, errors)
     if trainer["resume_mode"] == "resume_path":
         path = trainer["resume_from_path"]
-        if not path or not os.path.isdir(os.path.expanduser(path)):
+        if not path:
+            errors.append(
+                "trainer.resume_from_path is not set, and trainer.resume_mode=resume_path needs the folder of a "
+                "checkpoint (global_step_...)"
+            )
+        elif not os.path.isdir(os.path.expanduser(path)):
             errors.append(f"trainer.resume_from_path={path!r} is not a folder; resume_mode='resume_path' needs one")
     errors += check_resume(tree, config_name)
 
 
-def _name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
-    try:
-        check_name(key, value, [name for name in known if name is not None])
-    except ValueError as error:
-        errors.append(str(error))
+def name_error(key: str, value: Any, known: tuple, errors: list[str]) -> None:
+    """Add what is wrong with a name to ``errors``; the None among the known names is not shown."""
+    if key.endswith("rollout.name") and value in SERVER_ROLLOUTS:
+        errors.append(
+            f"{key}={value!r} is not supported here; use {key}=hf, which keeps a whole copy of the model on each GPU "
+            "(docs/rollout.md)"
+        )
+    else:
+        errors += name_problems(key, value, [name for name in known if name is not None])
 
 
 def _check_ppo_values(found: Findings) -> None:
@@ -442,10 +466,11 @@ def uses_reference(tree: Mapping) -> bool:
 def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
     engine, padding_free = get(tree, ENGINE), get(tree, f"{MODEL}.use_remove_padding")
     world_size = tree["trainer"]["nnodes"] * tree["trainer"]["n_gpus_per_node"]
-    errors += check_layout(engine, ENGINE, world_size, "trainer.nnodes x trainer.n_gpus_per_node")
+    allowed = allows_layout(get(tree, MODEL), ENGINE)
+    errors += check_layout(engine, ENGINE, world_size, "trainer.nnodes x trainer.n_gpus_per_node", allowed)
     errors += check_model_options(engine, ENGINE, MODEL, padding_free)
     errors += check_guards(engine, ENGINE, get(tree, MODEL), MODEL, get(tree, f"{ACTOR}.loss_agg_mode"))
-    errors += check_ppo_models(tree)
+    errors += check_ppo_models(tree, world_size)
     if uses_reference(tree):
         ref = get(tree, f"{REF}.megatron")
         for name in tables.LAYOUT_FIELDS:
@@ -456,13 +481,12 @@ def _check_ppo_layout(tree: dict, errors: list[str]) -> None:
                 )
     fits = world_size % model_parallel_size(engine) == 0
     dp_size = world_size // model_parallel_size(engine) if fits else None
-    if dp_size is not None:
-        errors += check_ppo_batches(tree, dp_size, uses_reference(tree))
+    errors += check_ppo_batches(tree, dp_size, uses_reference(tree))
     if uses_critic(tree):
         errors += check_layout_of_critic(tree, dp_size)
 
 
-def _check_ppo_files(tree: dict, errors: list[str], notes: list[str] | None = None) -> None:
+def _check_ppo_files(tree: dict, errors: list[str], notes: list[str], is_dry_run: bool) -> None:
     data, custom = tree["data"], get(tree, "reward.custom_reward_function")
     names = {"prompt": data["prompt_key"], "data_source": data["reward_fn_key"], "reward_model": "reward_model"}
     needed = {names[column]: value for column, value in PROMPT_ROW.items()}
@@ -473,16 +497,17 @@ def _check_ppo_files(tree: dict, errors: list[str], notes: list[str] | None = No
         if key == "train_files" and files:
             own = "gen_batch_size" if data["gen_batch_size"] else "train_batch_size"
             errors += check_num_rows("data.train_files", files, data["train_max_samples"], f"data.{own}", data[own])
+            notes += save_warnings(tree, [file.num_rows for file in files], data[own])
         if not custom["path"] and get(tree, "reward.reward_manager.name") in REWARD_MANAGERS:
             errors += check_data_sources(f"data.{key}", data["reward_fn_key"], files)
     if custom["path"]:
         manager = get(tree, "reward.reward_manager.name")
         errors += check_reward_file(custom, "reward.custom_reward_function", manager)
     if get(tree, f"{MODEL}.path"):
-        errors += check_model_folder(MODEL, get(tree, MODEL), notes)
+        errors += check_model_folder(MODEL, get(tree, MODEL), notes if is_dry_run else None)
     engines = [ENGINE, "actor_rollout_ref.ref.megatron"] if uses_reference(tree) else [ENGINE]
     if uses_critic(tree):
-        errors += check_critic_files(tree, notes)
+        errors += check_critic_files(tree, notes if is_dry_run else None)
         engines.append("critic.megatron")
     errors += check_dist_checkpoints(tree, engines)
 
@@ -506,15 +531,15 @@ def _check_sft_layout(tree: dict, errors: list[str], env: Mapping[str, str]) -> 
     if not world_size:
         world_size = tree["trainer"]["nnodes"] * tree["trainer"]["n_gpus_per_node"]
         words = "trainer.nnodes x trainer.n_gpus_per_node"
-    errors += check_layout(engine, "engine", world_size, words)
+    errors += check_layout(engine, "engine", world_size, words, allows_layout(tree["model"], "engine"))
     errors += check_model_options(engine, "engine", "model", padding_free)
     errors += check_guards(engine, "engine", tree["model"], "model", None)
-    errors += check_sft_model(tree)
+    errors += check_sft_model(tree, world_size)
     if world_size % model_parallel_size(engine) == 0:
         errors += check_sft_batches(tree, world_size // model_parallel_size(engine))
 
 
-def _check_sft_files(tree: dict, errors: list[str], notes: list[str] | None = None) -> None:
+def _check_sft_files(tree: dict, errors: list[str], notes: list[str], is_dry_run: bool) -> None:
     data = tree["data"]
     needed = {data["messages_key"]: [{"role": "user", "content": "17+25="}, {"role": "assistant", "content": "240"}]}
     if not data["train_files"]:
@@ -523,9 +548,10 @@ def _check_sft_files(tree: dict, errors: list[str], notes: list[str] | None = No
     if files:
         batch_size, most = data["train_batch_size"], data["train_max_samples"]
         errors += check_num_rows("data.train_files", files, most, "data.train_batch_size", batch_size)
+        notes += save_warnings(tree, [file.num_rows for file in files], batch_size)
     open_data_files("data.val_files", data["val_files"], needed, errors)
     if tree["model"]["path"]:
-        errors += check_model_folder("model", tree["model"], notes)
+        errors += check_model_folder("model", tree["model"], notes if is_dry_run else None)
     errors += check_dist_checkpoints(tree, ["engine"])
 
 

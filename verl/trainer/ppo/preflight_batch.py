@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the layout against the world, of the batch sizes against the layout, and of what the losses allow.
+"""Checks of the batch sizes against the layout, and of what the losses allow.
 
 Each function takes the config as nested dicts and returns sentences about what is wrong; none means all is well.
 """
 
 from collections.abc import Mapping
 from typing import Any
-
-from verl.trainer.ppo.preflight_tables import LAYOUT_FIELDS
 
 
 def get(tree: Mapping, key: str) -> Any:
@@ -37,36 +35,6 @@ def model_parallel_size(engine: Mapping) -> int:
     return int(tp * pp * cp)
 
 
-def check_layout(engine: Mapping, path: str, world_size: int, world_words: str) -> list[str]:
-    """Whether the ranks divide into the layout, for dense parts and for experts."""
-    tp, pp, cp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "pipeline_model", "context"))
-    errors = []
-    size = tp * pp * cp
-    if world_size % size:
-        errors.append(
-            f"{world_words}={world_size} ranks cannot be divided into {path}: tensor_model_parallel_size={tp} x "
-            f"pipeline_model_parallel_size={pp} x context_parallel_size={cp} = {size}; "
-            f"use {near_multiples(world_size, size)} ranks"
-        )
-    ep, etp = engine["expert_model_parallel_size"], engine["expert_tensor_parallel_size"] or tp
-    expert_size = ep * etp * pp
-    if world_size % size == 0 and world_size % expert_size:
-        errors.append(
-            f"{world_words}={world_size} ranks cannot be divided into the experts' layout of {path}: "
-            f"expert_model_parallel_size={ep} x expert_tensor_parallel_size={etp} x pipeline {pp} = {expert_size}; use "
-            f"{near_multiples(world_size, expert_size)} ranks, or expert_model_parallel_size="
-            f"{near_divisors(ep, max(1, world_size // (etp * pp)))}"
-        )
-    for name in LAYOUT_FIELDS:
-        override = engine["override_transformer_config"].get(name, engine[name])
-        if override != engine[name]:
-            errors.append(
-                f"{path}.override_transformer_config.{name}={override!r} contradicts {path}.{name}={engine[name]!r}; "
-                "set the latter only"
-            )
-    return errors
-
-
 def check_model_options(engine: Mapping, path: str, model_path: str, use_remove_padding: bool) -> list[str]:
     """Whether packing, context parallelism and router losses go together."""
     errors = []
@@ -91,19 +59,25 @@ def check_model_options(engine: Mapping, path: str, model_path: str, use_remove_
     return errors
 
 
-def check_ppo_batches(tree: Mapping, dp_size: int, use_reference: bool) -> list[str]:
-    """Prompt counts, mini-batches, micro-batches and token budgets of a PPO step."""
+def check_ppo_batches(tree: Mapping, dp_size: int | None, use_reference: bool) -> list[str]:
+    """Prompt counts, mini-batches, micro-batches and token budgets of a PPO step.
+
+    Args:
+        tree: the config.
+        dp_size: data-parallel ranks; None if the layout does not fit the world, which is said elsewhere.
+        use_reference: whether there is a reference model.
+    """
     actor, rollout = get(tree, "actor_rollout_ref.actor"), get(tree, "actor_rollout_ref.rollout")
     train = get(tree, "data.train_batch_size")
     errors = check_mini_batch(actor, "actor_rollout_ref.actor", train, rollout["n"], dp_size)
-    rows, engine = train * rollout["n"] // dp_size, actor["megatron"]
+    rows, engine = train * rollout["n"] // dp_size if dp_size else None, actor["megatron"]
     errors += _check_pass(rollout, "actor_rollout_ref.rollout", rows, engine)
     if use_reference:
         errors += _check_pass(get(tree, "actor_rollout_ref.ref"), "actor_rollout_ref.ref", rows, engine)
     return errors + _check_budgets(tree, use_reference)
 
 
-def check_mini_batch(section: Mapping, path: str, train: int, n: int, dp_size: int) -> list[str]:
+def check_mini_batch(section: Mapping, path: str, train: int, n: int, dp_size: int | None) -> list[str]:
     """Whether a training batch divides into the mini-batches of ``section``, and those into ranks and micro-batches.
 
     Args:
@@ -111,7 +85,7 @@ def check_mini_batch(section: Mapping, path: str, train: int, n: int, dp_size: i
         path: its key.
         train: prompts in a batch.
         n: responses to each.
-        dp_size: data-parallel ranks.
+        dp_size: data-parallel ranks; None if unknown.
     """
     mini, errors = section["ppo_mini_batch_size"], []
     if mini > train:
@@ -125,6 +99,8 @@ def check_mini_batch(section: Mapping, path: str, train: int, n: int, dp_size: i
             f"ppo_mini_batch_size={near_divisors(mini, train)}, or train_batch_size={near_multiples(train, mini)}"
         )
     rows = mini * n
+    if dp_size is None:
+        return errors
     if rows % dp_size:
         step = next(number for number in range(1, dp_size + 1) if number * n % dp_size == 0)
         errors.append(
@@ -153,17 +129,17 @@ def _check_micro_batch(actor: Mapping, path: str, rows: int) -> list[str]:
     return check_virtual_stages(actor["megatron"], f"{path}.ppo_micro_batch_size_per_gpu", micro, rows)
 
 
-def check_virtual_stages(engine: Mapping, key: str, micro: int | None, rows: int) -> list[str]:
+def check_virtual_stages(engine: Mapping, key: str, micro: int | None, rows: int | None) -> list[str]:
     """Whether a rank's rows make a number of micro-batches that virtual pipeline stages can take.
 
     Args:
         engine: the engine's node.
         key: of the micro-batch size, or of the budget that replaces it.
         micro: rows of a micro-batch; None where a token budget decides.
-        rows: of a rank.
+        rows: of a rank; None if unknown.
     """
     pp = engine["pipeline_model_parallel_size"]
-    if not engine["virtual_pipeline_model_parallel_size"] or rows < 1:
+    if not engine["virtual_pipeline_model_parallel_size"] or not rows:
         return []
     if micro is None:
         if rows >= pp:
@@ -185,16 +161,16 @@ def check_virtual_stages(engine: Mapping, key: str, micro: int | None, rows: int
     ]
 
 
-def _check_pass(section: Mapping, path: str, rows: int, engine: Mapping) -> list[str]:
-    """A pass without gradients, over all of a rank's rows at once."""
+def _check_pass(section: Mapping, path: str, rows: int | None, engine: Mapping) -> list[str]:
+    """A pass without gradients, over all of a rank's rows (None if unknown) at once."""
     micro = section["log_prob_micro_batch_size_per_gpu"]
     if section["log_prob_use_dynamic_bsz"]:
         return check_virtual_stages(engine, f"{path}.log_prob_use_dynamic_bsz=True", None, rows)
     if micro is not None:
         return check_virtual_stages(engine, f"{path}.log_prob_micro_batch_size_per_gpu", micro, rows)
     return [
-        f"{path}.log_prob_micro_batch_size_per_gpu is not set while {path}.log_prob_use_dynamic_bsz=False; "
-        "set one of them"
+        f"{path}.log_prob_micro_batch_size_per_gpu is not set while {path}.log_prob_use_dynamic_bsz=False; set the "
+        "former, or the latter to True"
     ]
 
 

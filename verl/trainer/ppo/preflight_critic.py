@@ -59,9 +59,8 @@ def check_layout_of_critic(tree: Mapping, dp_size: int | None) -> list[str]:
     ]
     errors += check_model_options(engine, ENGINE, MODEL, padding_free)
     errors += check_guards(engine, ENGINE, critic["model"], MODEL, critic["loss_agg_mode"])
-    if dp_size is not None:
-        train, n = get(tree, "data.train_batch_size"), get(tree, "actor_rollout_ref.rollout.n")
-        errors += check_mini_batch(critic, "critic", train, n, dp_size)
+    train, n = get(tree, "data.train_batch_size"), get(tree, "actor_rollout_ref.rollout.n")
+    errors += check_mini_batch(critic, "critic", train, n, dp_size)
     if critic["rollout_n"] != get(tree, "actor_rollout_ref.rollout.n"):
         errors.append(
             f"critic.rollout_n={critic['rollout_n']} contradicts actor_rollout_ref.rollout.n="

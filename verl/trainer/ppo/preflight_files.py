@@ -14,7 +14,7 @@ from verl.trainer.ppo.preflight_reward import check_score_function
 from verl.trainer.ppo.preflight_sources import supported_architectures
 from verl.utils.checkpoint.dist_weights import dist_checkpoint_problem
 from verl.utils.config import did_you_mean
-from verl.utils.hf_config import architecture_of, read_hf_config, text_config
+from verl.utils.hf_config import architecture_of, find_hf_config, read_hf_config, text_config
 
 # A text file is looked through only so far; parquet knows its columns and rows without being read.
 MAX_TEXT_ROWS = 20_000
@@ -24,6 +24,8 @@ PROMPT_ROW = {
     "data_source": "arithmetic",
     "reward_model": {"style": "rule", "ground_truth": "240"},
 }
+
+_EXAMPLE = "a row must look like"
 
 CHAT = "a list of chat messages, each with role and content"
 
@@ -128,26 +130,29 @@ def open_data_files(key: str, value: Any, needed: Mapping[str, Any], errors: lis
             errors.append(f"{key}: {error}")
             continue
         files.append(file)
-        errors += _check_columns(f"{key}: {path}", file, needed)
+        errors += _check_columns(f"{key}: {path}", file, needed, not any(_EXAMPLE in error for error in errors))
     return files
 
 
-def _check_columns(where: str, file: DataFile, needed: Mapping[str, Any]) -> list[str]:
+def _check_columns(where: str, file: DataFile, needed: Mapping[str, Any], is_first: bool) -> list[str]:
+    """What is wrong with a file's columns; with an example of a row for the first file that lacks one."""
     if not file.num_rows:
         return [f"{where} holds no rows"]
-    example = f"a row must look like {json.dumps(needed)}"
+    example = f"{_EXAMPLE} {json.dumps(needed)}"
+    in_full = f" In full, {example}" if is_first else ""
     missing = [column for column in needed if column not in file.fields]
     if missing:
         hint = did_you_mean(missing[0], file.fields)
         return [
-            f"{where} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(file.fields)}.{hint} "
-            f"In full, {example}"
+            f"{where} has no column {', '.join(map(repr, missing))}; its columns are {', '.join(file.fields)}.{hint}"
+            f"{in_full}"
         ]
     for column, value in needed.items():
         inner = value[0] if isinstance(value, list) else value
         required = {"ground_truth"} if "ground_truth" in inner else set(inner) if isinstance(inner, dict) else set()
         if required - file.fields[column]:
-            return [f"{where}: column {column!r} must hold {', '.join(sorted(required))}; {example}"]
+            words = f"{where}: column {column!r} must hold {', '.join(sorted(required))}"
+            return [f"{words}; {example}" if is_first else words]
     return []
 
 
@@ -217,16 +222,12 @@ def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | N
     Args:
         path: the key of the model's node, for instance "actor_rollout_ref.model".
         model: the node.
-        notes: takes what is wrong with the weights, which a dry run does without; None makes that an error. With it a
-            name on the hub is taken as it is, also offline.
+        notes: of a dry run; takes what is wrong with the weights, which it does without, and that a name on the hub
+            is not checked. None makes the former an error.
     """
     folder = Path(str(model["path"])).expanduser()
     if not folder.is_dir():
-        if _is_hub_name(str(model["path"])) and (
-            notes is not None or os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0")
-        ):
-            return []
-        return [f"{path}.path={model['path']} is not a folder{_nearest_file(folder)}"]
+        return _check_hub_name(path, model, folder, notes)
     if not any(folder.iterdir()):
         return [f"{path}.path={folder} is an empty folder; name one with config.json, *.safetensors and tokenizer.json"]
     errors = []
@@ -243,6 +244,27 @@ def check_model_folder(path: str, model: Mapping[str, Any], notes: list[str] | N
     if problem := weights_problem(folder, sizes):
         (errors if notes is None else notes).append(f"{path}.path={folder} {problem}")
     return errors + _check_tokenizer(path, model, folder, sizes.get("vocab_size"))
+
+
+def _check_hub_name(path: str, model: Mapping[str, Any], folder: Path, notes: list[str] | None) -> list[str]:
+    """Of a model that is no folder: whether it may be a name on the hub, and what is in the local cache of it."""
+    name = str(model["path"])
+    if not _is_hub_name(name):
+        return [f"{path}.path={name} is not a folder{_nearest_file(folder)}"]
+    if find_hf_config({"path": name})[0] is None and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return [
+            f"{path}.path={name} is not a folder{_nearest_file(folder)}, nor a model in the local Hugging Face cache, "
+            "and HF_HUB_OFFLINE is set; name the model's folder, or unset HF_HUB_OFFLINE"
+        ]
+    config, file = find_hf_config(model)
+    if config is not None:
+        return _check_architecture(path, Path(file), config)
+    if notes is not None:
+        notes.append(
+            f"not checked: the model {name} is not on this machine; put its config.json and tokenizer into a folder "
+            f"and name that in {path}.path for layers and memory"
+        )
+    return []
 
 
 def _check_tokenizer(path: str, model: Mapping[str, Any], folder: Path, vocab_size: Any) -> list[str]:

@@ -7,26 +7,32 @@ widths and the vocabulary over tensor ranks, experts over expert ranks. What con
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from verl.trainer.ppo.preflight_batch import get, near_divisors
+from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_critic import uses_critic
+from verl.trainer.ppo.preflight_layout import fits_world, nearest
 from verl.utils.config import did_you_mean
 from verl.utils.hf_config import EXPERT_COUNTS, MTP_COUNTS, architecture_of, find_hf_config, text_config
 from verl.utils.model_split import PipelineSplit, SplitError, Widths, built_layers, tensor_rules
+from verl.workers.config.names import NOT_TRAINED
 
 __all__ = [
     "ModelFacts",
+    "RefusedByEngine",
     "ThisMachine",
     "WithOverride",
+    "allows_layout",
     "check_generation_model",
     "check_model",
     "check_ppo_models",
     "check_sft_model",
+    "has_own_class",
+    "is_dense",
     "read_model",
 ]
 
@@ -57,6 +63,10 @@ class WithOverride(str):
 
 class ThisMachine(str):
     """A sentence about what is installed here, which may not hold where the run will be."""
+
+
+class RefusedByEngine(str):
+    """A sentence about a model that the engine cannot train, whose layout a dry run tells all the same."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +112,7 @@ def read_model(model: Mapping[str, Any]) -> ModelFacts | None:
     whole, file = find_hf_config(model)
     if whole is None:
         return None
-    text = dict(text_config(whole)) | (model.get("override_config") or {})
-    return ModelFacts(file, architecture_of(whole) or "", text)
+    return ModelFacts(file, architecture_of(whole) or "", text_config(whole))
 
 
 def check_override_config(path: str, model: Mapping[str, Any]) -> list[str]:
@@ -137,29 +146,39 @@ def _configuration_files(model_type: Any) -> list[Path]:
     return [file, root / "configuration_utils.py"] if file.is_file() else []
 
 
-def check_ppo_models(tree: Mapping) -> list[str]:
+def has_own_class(model_type: Any) -> bool:
+    """Whether transformers has code of its own for a type of model."""
+    return bool(_configuration_files(model_type))
+
+
+def is_dense(facts: ModelFacts) -> bool:
+    """Whether a model has no experts; one whose experts go by a name that is not known here is no dense one."""
+    return not facts.num_experts and "moe" not in json.dumps([facts.architecture, *facts.text]).lower()
+
+
+def check_ppo_models(tree: Mapping, world_size: int | None = None) -> list[str]:
     """The actor's model, which the reference model shares, and the critic's where it is another."""
     node, engine = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
     model, actor = get(tree, node), get(tree, engine)
     prompt, response = get(tree, "data.max_prompt_length"), get(tree, "data.max_response_length")
     longest = (prompt + response, f"data.max_prompt_length={prompt} + data.max_response_length={response}")
-    errors = check_override_config(node, model) + check_model(node, model, engine, actor, longest)
+    errors = check_override_config(node, model) + check_model(node, model, engine, actor, longest, world_size)
     critic, own = get(tree, "critic.model"), get(tree, "critic.megatron")
     if uses_critic(tree) and (critic["path"], own) != (model["path"], actor):
         errors += [
             error
-            for error in check_model("critic.model", critic, "critic.megatron", own, longest)
+            for error in check_model("critic.model", critic, "critic.megatron", own, longest, world_size)
             if error.replace("critic.model", node).replace("critic.megatron", engine) not in errors
         ]
     return errors
 
 
-def check_sft_model(tree: Mapping) -> list[str]:
+def check_sft_model(tree: Mapping, world_size: int | None = None) -> list[str]:
     """The model that is fine-tuned."""
     length = get(tree, "data.max_length")
     longest = (length, f"data.max_length={length}")
     errors = check_override_config("model", tree["model"])
-    return errors + check_model("model", tree["model"], "engine", tree["engine"], longest)
+    return errors + check_model("model", tree["model"], "engine", tree["engine"], longest, world_size)
 
 
 def check_generation_model(tree: Mapping) -> list[str]:
@@ -172,7 +191,12 @@ def check_generation_model(tree: Mapping) -> list[str]:
 
 
 def check_model(
-    path: str, model: Mapping[str, Any], engine_path: str, engine: Mapping[str, Any], longest: tuple[int, str]
+    path: str,
+    model: Mapping[str, Any],
+    engine_path: str,
+    engine: Mapping[str, Any],
+    longest: tuple[int, str],
+    world_size: int | None = None,
 ) -> list[str]:
     """What of the model cannot be laid out as the engine is asked to, one sentence each.
 
@@ -182,21 +206,42 @@ def check_model(
         engine_path: the engine node's key.
         engine: the node; its sizes are whole numbers of at least 1.
         longest: the longest sequence in tokens, and the keys that say so.
+        world_size: ranks that sizes are proposed for; None for any number.
     """
     facts = read_model(model)
     if facts is None:
         return []
-    overrides = engine["override_transformer_config"]
-    errors = _check_pipeline(facts, engine_path, engine, overrides)
-    errors += _check_tensor(facts, engine_path, engine, overrides)
-    errors += _check_experts(facts, engine_path, engine)
-    errors += _check_mtp(path, facts, model)
+    errors = _check_sizes(facts, engine_path, engine, world_size)
+    errors += _check_mtp(path, facts, model) + _check_trained(path, facts)
     errors += _check_transformer_engine(path, facts)
     return errors + _check_context(path, facts, *longest)
 
 
-def _check_pipeline(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapping) -> list[str]:
+def allows_layout(model: Mapping[str, Any], engine_path: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Says of an engine's node whether the model can be laid out by it; of a model that is not here, that it can."""
+    facts = read_model(model)
+    return lambda engine: facts is None or not _check_sizes(facts, engine_path, engine, None)
+
+
+def _check_sizes(facts: ModelFacts, path: str, engine: Mapping, world_size: int | None) -> list[str]:
+    errors = _check_pipeline(facts, path, engine, world_size)
+    return errors + _check_tensor(facts, path, engine, world_size) + _check_experts(facts, path, engine, world_size)
+
+
+def _near(engine: Mapping, name: str, sizes: Iterable[int], world_size: int | None) -> str:
+    """The sizes around an engine's own, in words; those that the ranks divide into if there are any."""
+    sizes, own = list(sizes), engine[name]
+    fitting = [size for size in sizes if world_size and fits_world({**engine, name: size}, world_size)]
+    return " or ".join(map(str, nearest(own, fitting) or nearest(own, sizes) or [1]))
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _check_pipeline(facts: ModelFacts, path: str, engine: Mapping, world_size: int | None) -> list[str]:
     """Layers over pipeline stages, and those of a stage over its virtual stages."""
+    overrides = engine["override_transformer_config"]
     pp, vpp = engine["pipeline_model_parallel_size"], engine["virtual_pipeline_model_parallel_size"]
     if vpp == 1 and pp > 1:
         return [
@@ -209,12 +254,15 @@ def _check_pipeline(facts: ModelFacts, path: str, engine: Mapping, overrides: Ma
     try:
         split.layers(layers)
     except SplitError as error:
-        return _pipeline_sentences(error, facts.file, path, split, layers)
+        near = _near(engine, "pipeline_model_parallel_size", _divisors(error.number), world_size)
+        return _pipeline_sentences(error, facts.file, path, split, layers, near)
     return []
 
 
-def _pipeline_sentences(error: SplitError, file: str, path: str, split: PipelineSplit, layers: int) -> list[str]:
-    """What is wrong in the keys of a trainer, with the values that would be right."""
+def _pipeline_sentences(
+    error: SplitError, file: str, path: str, split: PipelineSplit, layers: int, near: str
+) -> list[str]:
+    """What is wrong in the keys of a trainer, with the values that would be right; ``near`` for the stages."""
     otc, pp = f"{path}.override_transformer_config", split.stages
     ends = {"first": split.first, "last": split.last}
     said = [f"{otc}.num_layers_in_{end}_pipeline_stage={value}" for end, value in ends.items() if value is not None]
@@ -237,7 +285,7 @@ def _pipeline_sentences(error: SplitError, file: str, path: str, split: Pipeline
         more = f" with embedding and loss counted {error.number}," if error.number != layers else ""
         said = (
             f"{path}.pipeline_model_parallel_size={pp} does not divide the {layers} layers (num_hidden_layers in "
-            f"{file}){',' if more else ''}{more}; use {near_divisors(pp, error.number)}"
+            f"{file}){',' if more else ''}{more}; use {near}"
         )
         return [WithOverride(said, f", or set +{otc}.num_layers_in_first_pipeline_stage")]
     return [
@@ -253,16 +301,16 @@ def _virtual_sizes(asked: int, stages: Sequence[int]) -> str:
     return " or ".join(map(str, [*sorted(nearest), "null"]))
 
 
-def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, overrides: Mapping) -> list[str]:
+def _check_tensor(facts: ModelFacts, path: str, engine: Mapping, world_size: int | None) -> list[str]:
     """Heads, widths and vocabulary over tensor ranks; one sentence with the sizes that all of them allow."""
+    overrides = engine["override_transformer_config"]
     tp, rules = engine["tensor_model_parallel_size"], tensor_rules(_widths(facts, engine, overrides))
     wrong = next((rule for rule in rules if not rule.allows(tp)), None)
     if wrong is None:
         return []
     heads = facts.number("num_attention_heads") or tp
     fitting = [size for size in range(1, heads + 1) if all(rule.allows(size) for rule in rules)]
-    near = [size for size in fitting if size < tp][-1:] + [size for size in fitting if size > tp][:1]
-    use = " or ".join(map(str, near or [1]))
+    use = _near(engine, "tensor_model_parallel_size", fitting, world_size)
     said = f"{path}.tensor_model_parallel_size={tp} cannot divide {wrong.words} in {facts.file}; use {use}"
     if wrong.is_vocabulary:
         return [WithOverride(said, f", or pad it with +{path}.override_transformer_config.should_pad_vocab=True")]
@@ -300,13 +348,12 @@ def _expert_width(facts: ModelFacts) -> int | None:
     return facts.number(_width_name(facts)) if facts.num_experts else None
 
 
-def _check_experts(facts: ModelFacts, path: str, engine: Mapping) -> list[str]:
+def _check_experts(facts: ModelFacts, path: str, engine: Mapping, world_size: int | None) -> list[str]:
     """Experts over expert ranks, their width over expert tensor ranks, and what they demand of tensor parallelism."""
     tp, ep, etp = (engine[f"{name}_parallel_size"] for name in ("tensor_model", "expert_model", "expert_tensor"))
     experts = facts.num_experts
     if not experts:
-        # An architecture whose experts go by a name that is not known here is no dense one.
-        if ep == 1 or "moe" in json.dumps([facts.architecture, *facts.text]).lower():
+        if ep == 1 or not is_dense(facts):
             return []
         return [
             f"{path}.expert_model_parallel_size={ep} needs experts, and {facts.file} is of a dense model; set it to 1"
@@ -315,13 +362,14 @@ def _check_experts(facts: ModelFacts, path: str, engine: Mapping) -> list[str]:
     if experts % ep:
         errors.append(
             f"{path}.expert_model_parallel_size={ep} does not divide the {experts} experts in {facts.file}; use "
-            f"{near_divisors(ep, experts)}"
+            f"{_near(engine, 'expert_model_parallel_size', _divisors(experts), world_size)}"
         )
     width = _expert_width(facts)
     if etp and width and width % etp:
         errors.append(
             f"{path}.expert_tensor_parallel_size={etp} does not divide the {width} columns of an expert "
-            f"({_width_name(facts)} in {facts.file}); use {near_divisors(etp, width)}"
+            f"({_width_name(facts)} in {facts.file}); use "
+            f"{_near(engine, 'expert_tensor_parallel_size', _divisors(width), world_size)}"
         )
     if facts.architecture.startswith("GptOss") and (etp or tp) > 1:
         errors.append(
@@ -353,6 +401,17 @@ def _may_default(model_type: Any) -> bool:
     """Whether transformers' class for a config.json may give a number of these layers that the file does not."""
     files = _configuration_files(model_type)[:1]
     return not files or any(name in files[0].read_text(encoding="utf-8") for name in MTP_COUNTS)
+
+
+def _check_trained(path: str, facts: ModelFacts) -> list[str]:
+    """Whether the engine knows how to train the architecture."""
+    return [
+        RefusedByEngine(
+            f"{path}.path: the engine refuses this model at the start, {facts.architecture} ({facts.file}): {reason}"
+        )
+        for name, reason in NOT_TRAINED.items()
+        if facts.architecture.startswith(name)
+    ]
 
 
 def _check_transformer_engine(path: str, facts: ModelFacts) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl.trainer.ppo import preflight_tables as tables
-from verl.trainer.ppo.preflight import Findings, check_section, read_findings
+from verl.trainer.ppo.preflight import Findings, check_section, name_error, read_findings
 from verl.trainer.ppo.preflight_batch import get
 from verl.trainer.ppo.preflight_files import (
     PROMPT_ROW,
@@ -19,8 +19,8 @@ from verl.trainer.ppo.preflight_files import (
 )
 from verl.trainer.ppo.preflight_model import check_generation_model
 from verl.trainer.ppo.preflight_values import with_values
+from verl.trainer.ppo.preflight_warnings import model_code_warnings
 from verl.utils.config import is_of_type
-from verl.workers.config.names import check_name
 
 __all__ = [
     "check_evaluation_config",
@@ -60,6 +60,7 @@ def check_generation_config(config: DictConfig, is_dry_run: bool = False) -> Fin
             errors.append("data.path is empty; name at least one .parquet, .json or .jsonl file")
         open_data_files("data.path", data["path"], {data["prompt_key"]: PROMPT_ROW["prompt"]}, errors)
         errors += check_model_folder("model", tree["model"], found.notes if is_dry_run else None)
+        found.notes += model_code_warnings("model", tree["model"])
     if found.may_check(""):
         found.errors = with_values(errors, tree, "generation")
     return found
@@ -103,10 +104,7 @@ def check_evaluation_config(config: DictConfig, is_dry_run: bool = False) -> Fin
 def _check_words_and_counts(tree: dict, errors: list[str]) -> None:
     for key, known in tables.ONE_OF["generation"].items():
         if get(tree, key) not in known:
-            try:
-                check_name(key, get(tree, key), [name for name in known if name is not None])
-            except ValueError as error:
-                errors.append(str(error))
+            name_error(key, get(tree, key), known, errors)
     for key in tables.AT_LEAST_ONE["generation"]:
         value = get(tree, key)
         if not is_of_type(value, int) or value < 1:

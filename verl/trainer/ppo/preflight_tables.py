@@ -55,6 +55,7 @@ CHECKPOINT_REFUSED = {"async_save": (False, "checkpoints are written before trai
 
 PPO_REFUSED: dict[str, tuple[Any, str]] = {
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": (False, "expert choices are not recorded"),
+    "reward_model.enable": (False, "rewards come from functions; set reward.custom_reward_function.path"),
     "reward_model.reward_manager": (None, "the key is reward.reward_manager.name"),
     "reward_model.reward_kwargs": ({}, "the key is reward.reward_kwargs"),
     "custom_reward_function.path": (None, "the key is reward.custom_reward_function.path"),
@@ -70,6 +71,7 @@ PPO_NO_EFFECT = {
     "actor_rollout_ref.ref.use_torch_compile": "nothing is compiled",
     "actor_rollout_ref.actor.checkpoint.strict": "megatron-core checks the keys it is asked for",
     "critic.checkpoint.strict": "megatron-core checks the keys it is asked for",
+    "trainer.use_legacy_worker_impl": "there is one kind of worker",
     "data.return_raw_chat": "the chat messages are always kept",
     "data.filter_overlong_prompts_workers": "one process drops long prompts",
 }
@@ -77,6 +79,7 @@ PPO_NO_EFFECT = {
 # Keys below actor_rollout_ref.rollout that only a rollout server reads.
 ROLLOUT_SERVER_ONLY = (
     "mode",
+    "load_format",
     "gpu_memory_utilization",
     "tensor_model_parallel_size",
     "data_parallel_size",
@@ -98,7 +101,29 @@ SFT_NO_EFFECT = {
 
 SFT_REFUSED = {"data.pad_mode": ("no_padding", "rows are packed without padding")}
 
-# Full key or last part -> advice; {parent} is the group the key was written in.
+# Why there is nothing in place of these keys and groups -> their last parts.
+_NOT_HERE = {
+    "one response is sampled to each prompt, without tools": "multi_turn agent",
+    "there is no rollout server": "disable_log_stats layered_summon_param cudagraph_capture_sizes prometheus "
+    "skip_rollout",
+    "a response ends with its end-of-sequence token": "ignore_eos",
+    "nothing is profiled": "profiler global_profiler profile_steps",
+    "log-probs and entropy are computed in chunks of tokens": "entropy_from_logits_with_chunking entropy_checkpointing "
+    "fused_kernel_options",
+    "low-rank adapters are not supported": "lora_rank lora_alpha target_modules exclude_modules",
+    "weights are always read from model.path": "load_weight",
+    "the model is read from its folder": "use_shm",
+    "nothing reads it": "return_raw_input_ids return_full_prompt use_fire_sampling esi_redundant_time "
+    "del_local_ckpt_after_load",
+    "the layers are megatron-core's": "use_liger",
+    "actor and rollout always share their processes": "hybrid_engine",
+    "responses are not resampled by reward": "use_pf_ppo pf_ppo",
+    "images and videos are not supported": "image_key video_key",
+    "rows are read from data files, in order or shuffled": "custom_cls datagen sampler",
+    "batches go through Ray": "transfer_queue",
+}
+
+# Full key, group, or last part of either -> advice; {parent} is the group the key was written in.
 MOVED = {
     "trainer.max_ckpt_to_keep": "use trainer.max_actor_ckpt_to_keep and trainer.max_critic_ckpt_to_keep",
     "trainer.max_actor_ckpt_to_keep": "use trainer.max_ckpt_to_keep",
@@ -108,6 +133,25 @@ MOVED = {
     "grad_clip": "use {parent}.optim.clip_grad",
     "fsdp_config": "model_engine=megatron takes its layout from {parent}.megatron",
     "ulysses_sequence_parallel_size": "use {parent}.megatron.context_parallel_size",
+    "critic.model.fsdp_config": "model_engine=megatron takes its layout from critic.megatron",
+    "reward_model.overlong_buffer": "use reward.reward_manager.name=dapo with "
+    "+reward.reward_kwargs.overlong_buffer_cfg.enable=True, and .len and .penalty_factor beside it",
+    "reward_model.reward_kwargs": "use reward.reward_kwargs",
+    "reward_model": "there are no model-based rewards; score with a function, reward.custom_reward_function.path",
+    "warmup_style": "use {parent}.lr_decay_style",
+    "min_lr_ratio": "use {parent}.min_lr, a rate and no ratio",
+    "contents": "use {parent}.save_contents and {parent}.load_contents",
+    "data.tokenizer": "use actor_rollout_ref.model.tokenizer_path",
+    "tis_imp_ratio_cap": "use algorithm.rollout_correction.rollout_is=token and .rollout_is_threshold",
+    "forward_micro_batch_size_per_gpu": "use {parent}.ppo_micro_batch_size_per_gpu, which cuts both passes",
+    "forward_max_token_len_per_gpu": "use {parent}.ppo_infer_max_token_len_per_gpu",
+    "remove_previous_ckpt_in_save": "use trainer.max_actor_ckpt_to_keep=1",
+    "default_hdfs_dir": "use trainer.default_local_dir, which may lie on a mounted file system",
+    "rollout_data_dir": "leave it out; trainer.log_val_generations logs responses of the validation",
+    "validation_data_dir": "leave it out; trainer.log_val_generations logs responses of the validation",
+    "external_lib": "write module:function where the name of an estimator or loss goes (docs/algorithms.md)",
+    "enable_activation_offload": "leave it out; recompute by override_transformer_config.recompute_granularity=full",
+    **{name: f"leave it out: {why}" for why, names in _NOT_HERE.items() for name in names.split()},
 }
 
 # Keys that only these estimators read.

@@ -58,6 +58,15 @@ DTYPES = ("bfloat16", "float32", "float64")
 
 ROLLOUTS = ("hf",)
 
+# Inference servers that other programs of this kind roll out with.
+SERVER_ROLLOUTS = ("vllm", "sglang", "trtllm")
+
+# Models (by the first letters of their architecture, and of their provider in megatron-bridge) that the engine refuses.
+NOT_TRAINED = {
+    "Qwen3VL": "training Qwen3-VL is not supported yet, because megatron-bridge's model hands its routers no padding "
+    "mask and wants other positions than a text model; use one, such as Qwen3-MoE",
+}
+
 # Fields of override_transformer_config that only Ascend NPUs' fork of megatron-core has.
 NPU_FIELDS = (
     "use_ascend_gdn",

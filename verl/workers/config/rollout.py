@@ -45,6 +45,7 @@ class RolloutConfig(BaseConfig):
 
     name: str = ""
     mode: str = "async"
+    load_format: str = "auto"
     n: int = 1
     seed: int = 0
     prompt_length: int = 512
