@@ -134,7 +134,7 @@ def check_layout(folder: str, layout: dict[str, int], world_size: int) -> None:
     Raises:
         ValueError: with a sentence for everything that is wrong.
     """
-    from verl.trainer.ppo import preflight_batch, preflight_model, preflight_sources
+    from verl.trainer.ppo import preflight_layout, preflight_model, preflight_sources
     from verl.utils.config import default_tree, did_you_mean
     from verl.utils.hf_config import architecture_of, find_hf_config
 
@@ -149,7 +149,7 @@ def check_layout(folder: str, layout: dict[str, int], world_size: int) -> None:
         )
     shipped = default_tree("sft_trainer_engine")
     engine, model = shipped["engine"] | layout, shipped["model"] | {"path": folder}
-    errors = preflight_batch.check_layout(engine, "the layout", world_size, "nnodes x nproc_per_node")
+    errors = preflight_layout.check_layout(engine, "the layout", world_size, "nnodes x nproc_per_node")
     errors += preflight_model.check_model("model", model, "--", engine, (1, ""))
     if errors:
         # A key below this node is a flag here; keys that a trainer has besides are not advised.

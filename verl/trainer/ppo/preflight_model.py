@@ -283,11 +283,11 @@ def _pipeline_sentences(
         ]
     if error.kind == "stages":
         more = f" with embedding and loss counted {error.number}," if error.number != layers else ""
-        said = (
+        sentence = (
             f"{path}.pipeline_model_parallel_size={pp} does not divide the {layers} layers (num_hidden_layers in "
             f"{file}){',' if more else ''}{more}; use {near}"
         )
-        return [WithOverride(said, f", or set +{otc}.num_layers_in_first_pipeline_stage")]
+        return [WithOverride(sentence, f", or set +{otc}.num_layers_in_first_pipeline_stage")]
     return [
         f"{path}.virtual_pipeline_model_parallel_size={split.chunks} does not divide the {error.number} layers of a "
         f"stage ({layers} layers in {file}, {path}.pipeline_model_parallel_size={pp}); use "
