@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.special_sanity.checks import REPO_ROOT
+from tests.utils.estimates import part
 from tests.utils.test_model_size_on_cpu import shape
 from verl.utils.activation_memory import stage_activations
 from verl.utils.memory_estimate import (
@@ -31,13 +32,13 @@ def estimate(name: str = DENSE, layout: Layout | None = None, **settings: Any) -
 def test_state_of_a_dense_model_by_hand() -> None:
     parameters = 7_615_616_512
     found = estimate()
-    padding = found.part("weights").bytes // 2 - parameters
+    padding = part(found, "weights").bytes // 2 - parameters
     assert 0 <= padding < 100_000
-    assert found.part("gradients").bytes == 4 * (parameters + padding)
-    assert found.part("optimizer state").bytes == 12 * (parameters + padding) // 8
+    assert part(found, "gradients").bytes == 4 * (parameters + padding)
+    assert part(found, "optimizer state").bytes == 12 * (parameters + padding) // 8
     whole = estimate(use_distributed_optimizer=False)
-    assert whole.part("weights").bytes == 2 * parameters
-    assert whole.part("optimizer state").bytes == 12 * parameters
+    assert part(whole, "weights").bytes == 2 * parameters
+    assert part(whole, "optimizer state").bytes == 12 * parameters
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,9 @@ def test_state_of_a_dense_model_by_hand() -> None:
 )
 def test_bytes_of_a_parameter(settings: dict[str, Any], weights: int, gradients: int, optimizer: int) -> None:
     found = estimate(layout=Layout(), **settings)
-    numbers = found.part("weights").bytes // weights
-    assert found.part("gradients").bytes == gradients * numbers
-    assert found.part("optimizer state").bytes == pytest.approx(optimizer * numbers, rel=1e-4)
+    numbers = part(found, "weights").bytes // weights
+    assert part(found, "gradients").bytes == gradients * numbers
+    assert part(found, "optimizer state").bytes == pytest.approx(optimizer * numbers, rel=1e-4)
 
 
 def test_experts_share_their_optimizer_state_over_their_own_ranks() -> None:
@@ -62,8 +63,8 @@ def test_experts_share_their_optimizer_state_over_their_own_ranks() -> None:
     found = estimate("Qwen3-30B-A3B", layout)
     counts = num_parameters(shape("Qwen3-30B-A3B"))
     dense, experts = counts["total"] - counts["experts"], counts["experts"] // 8
-    assert found.part("weights").bytes == pytest.approx(2 * (dense + experts), rel=1e-4)
-    assert found.part("optimizer state").bytes == pytest.approx(12 * (dense / 16 + experts / 2), rel=1e-4)
+    assert part(found, "weights").bytes == pytest.approx(2 * (dense + experts), rel=1e-4)
+    assert part(found, "optimizer state").bytes == pytest.approx(12 * (dense / 16 + experts / 2), rel=1e-4)
 
 
 def test_activations_of_a_dense_layer_by_hand() -> None:
@@ -71,22 +72,22 @@ def test_activations_of_a_dense_layer_by_hand() -> None:
     # attention's output, and, without a fused activation, five MLP widths; statistics of two norms and the softmax.
     layer = 2 * (4 * 3584 + (28 + 8) * 128 + 28 * 128 + 5 * 18944) + 4 * (2 + 28)
     last = 2 * 2 * 3584 + 4
-    found = estimate().part("activations")
+    found = part(estimate(), "activations")
     assert found.bytes == 1000 * (28 * layer + last)
     assert f"28 dense layers of {layer:,} bytes a token" in found.formula
 
 
 def test_full_recomputation_keeps_what_enters_each_layer() -> None:
-    everything, entering = estimate().part("activations"), 2 * 3584
+    everything, entering = part(estimate(), "activations"), 2 * 3584
     # While a layer runs again, what entered it is kept already, and the final norm's 14,340 bytes are gone.
     one, two = (
-        estimate(recompute=FULL | {"recompute_num_layers": number}).part("activations").bytes for number in (1, 2)
+        part(estimate(recompute=FULL | {"recompute_num_layers": number}), "activations").bytes for number in (1, 2)
     )
     layer = (everything.bytes // 1000 - 14340) // 28
     assert one == 1000 * (28 * entering + layer - entering)
     assert two == 1000 * (14 * entering + 2 * layer - entering)
     block = FULL | {"recompute_method": "block", "recompute_num_layers": 8}
-    assert estimate(recompute=block).part("activations").bytes == 1000 * (8 * entering + 20 * layer + layer - entering)
+    assert part(estimate(recompute=block), "activations").bytes == 1000 * (8 * entering + 20 * layer + layer - entering)
 
 
 def test_selective_recomputation_drops_what_it_names() -> None:
@@ -110,22 +111,22 @@ def test_selective_recomputation_drops_what_it_names() -> None:
 
 
 def test_tensor_parallelism_splits_all_activations_only_with_sequence_parallelism() -> None:
-    one = estimate().part("activations").bytes
-    split = estimate(layout=Layout(tp=4, world_size=8)).part("activations").bytes
-    whole = estimate(layout=Layout(tp=4, world_size=8, sequence_parallel=False)).part("activations").bytes
+    one = part(estimate(), "activations").bytes
+    split = part(estimate(layout=Layout(tp=4, world_size=8)), "activations").bytes
+    whole = part(estimate(layout=Layout(tp=4, world_size=8, sequence_parallel=False)), "activations").bytes
     assert split == one // 4
     assert whole - split == 1000 * (28 * 2 + 1) * (2 * 2 * 3584 + 4) * 3 // 4
 
 
 def test_earlier_pipeline_stages_hold_more_micro_batches_and_the_last_one_the_logits() -> None:
     stages = estimate_stages(shape(DENSE), Layout(pp=4, world_size=8), max_tokens_per_rank=1000)
-    layers = [stage.part("activations").bytes for stage in stages]
+    layers = [part(stage, "activations").bytes for stage in stages]
     assert layers[0] == 4 * (layers[3] - 1000 * 14340) and layers[1] * 4 == layers[0] * 3
     assert [any(part.name == "logits" for part in stage.parts) for stage in stages] == [False, False, False, True]
     few = estimate_stages(shape(DENSE), Layout(pp=4, world_size=8), max_tokens_per_rank=1000, num_micro_batches=2)
-    assert few[0].part("activations").bytes * 2 == layers[0]
+    assert part(few[0], "activations").bytes * 2 == layers[0]
     interleaved = estimate_stages(shape(DENSE), Layout(pp=2, vpp=2, world_size=8), max_tokens_per_rank=1000)
-    assert "x 2.50 micro-batches in flight" in interleaved[0].part("activations").formula
+    assert "x 2.50 micro-batches in flight" in part(interleaved[0], "activations").formula
 
 
 def test_worst_stage_is_the_one_returned() -> None:
@@ -135,22 +136,22 @@ def test_worst_stage_is_the_one_returned() -> None:
 
 
 def test_logits_are_held_once_and_once_more_for_each_trained_prediction_depth() -> None:
-    plain = estimate("MiMo-7B-RL").part("logits").bytes
+    plain = part(estimate("MiMo-7B-RL"), "logits").bytes
     temporaries = 6 * ((1 << 22) // 151_680) * 151_680 * 4  # chunks of at most 16 MiB
     assert plain == 1000 * 151_680 * 2 + temporaries
     trained = estimate("MiMo-7B-RL", mtp_enable=True, mtp_train=True)
-    assert trained.part("logits").bytes == plain + 1000 * 151_680 * 2
+    assert part(trained, "logits").bytes == plain + 1000 * 151_680 * 2
     frozen = estimate("MiMo-7B-RL", mtp_enable=True)
-    assert frozen.part("logits").bytes == plain
-    assert frozen.part("weights").bytes > estimate("MiMo-7B-RL").part("weights").bytes
-    assert frozen.part("gradients").bytes == estimate("MiMo-7B-RL").part("gradients").bytes
+    assert part(frozen, "logits").bytes == plain
+    assert part(frozen, "weights").bytes > part(estimate("MiMo-7B-RL"), "weights").bytes
+    assert part(frozen, "gradients").bytes == part(estimate("MiMo-7B-RL"), "gradients").bytes
 
 
 def test_rollout_holds_the_whole_model_and_a_cache_by_hand() -> None:
     found = estimate(layout=Layout(tp=4, world_size=8), rollout=RolloutLoad(rows=16, tokens=2048), reference=True)
-    assert found.part("rollout's copy of the model").bytes == 2 * 7_615_616_512
-    assert found.part("rollout's KV cache").bytes == 16 * 2048 * 4 * 256 * 2 * 29
-    assert found.part("reference model's weights").bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)
+    assert part(found, "rollout's copy of the model").bytes == 2 * 7_615_616_512
+    assert part(found, "rollout's KV cache").bytes == 16 * 2048 * 4 * 256 * 2 * 29
+    assert part(found, "reference model's weights").bytes == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)
     phases = ["generate", "log_prob", "ref_log_prob", "update", "update_weights", "save_checkpoint"]
     assert list(found.phases) == phases
     assert list(estimate().phases) == ["log_prob", "update", "save_checkpoint"]
@@ -166,11 +167,11 @@ def test_what_is_on_the_device_in_each_phase_by_hand() -> None:
         reference=True, max_tokens_per_rank=1000, max_tokens_without_grad=2000, max_tokens_of_reference=3000
     )
     kept = estimate(**settings)
-    layer = kept.part("working memory of log-probs").bytes // 2000
-    assert kept.part("working memory of reference log-probs").bytes == 3000 * layer
+    layer = part(kept, "working memory of log-probs").bytes // 2000
+    assert part(kept, "working memory of reference log-probs").bytes == 3000 * layer
     temporaries = 3 * ((1 << 22) // 152_064) * 152_064 * 4
     passes = {tokens: tokens * (layer + 152_064 * 2) + temporaries for tokens in (2000, 3000)}
-    step = kept.part("activations").bytes + kept.part("logits").bytes
+    step = part(kept, "activations").bytes + part(kept, "logits").bytes
     gathered = 4 * (size + size / 8)  # moments and master weights go to the file one after the other
 
     def phases(gives_way: bool, offload: bool, reference_offload: bool) -> dict[str, float]:
@@ -226,7 +227,7 @@ def test_what_is_on_the_device_in_each_phase_by_hand() -> None:
 
 def test_only_the_optimizer_moves_with_optimizer_offload() -> None:
     stays, moves = estimate(), estimate(optimizer_offload=True)
-    optimizer = stays.part("optimizer state").bytes
+    optimizer = part(stays, "optimizer state").bytes
     assert {name: stays.phases[name] - number for name, number in moves.phases.items()} == {
         "log_prob": optimizer,
         "update": 0,
@@ -321,3 +322,16 @@ def test_the_example_on_the_page_is_what_comes_out() -> None:
 def test_wrong_settings_are_named(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         estimate(**settings)
+
+
+def test_what_an_engine_builds_differently_changes_nothing_for_the_rollout() -> None:
+    load = RolloutLoad(16, 2048)
+    plain = estimate(layout=Layout(tp=2, world_size=8), rollout=load)
+    layout = Layout(tp=2, world_size=8, pads_vocabulary=True, vocabulary_multiple=1 << 16, num_layers=4)
+    built = estimate(layout=layout, rollout=load)
+    # 152,064 tokens are padded to 2 x 131,072, and 24 of 28 layers left out.
+    assert part(plain, "logits").formula.startswith("1,000 tokens x 76,032 columns")
+    assert part(built, "logits").formula.startswith("1,000 tokens x 131,072 columns")
+    assert part(built, "weights").bytes < 0.4 * part(plain, "weights").bytes
+    for name in ("rollout's copy of the model", "rollout's KV cache", "rollout's logits"):
+        assert part(built, name) == part(plain, name)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.models.engine_world import Case
 from tests.special_sanity.checks import REPO_ROOT
+from tests.utils.estimates import part
 from tests.utils.memory_world import LENGTHS, NUM_TOKENS, Held, Job, measure, read_config, save_models
 from tests.utils_dist import run_world
 from verl.utils.activation_memory import Activations, stage_activations
@@ -111,12 +112,12 @@ def _differences(path: str, job: Job, ranks: list[Held]) -> list[str]:
         )
         pairs = {
             "parameters": (parameters["total"], held.parameters),
-            "weights": (estimate.part("weights").bytes, held.weights),
-            "gradients": (estimate.part("gradients").bytes, held.gradients),
+            "weights": (part(estimate, "weights").bytes, held.weights),
+            "gradients": (part(estimate, "gradients").bytes, held.gradients),
         }
         # The last rank's shard is shorter, by the padding at the buffer's end.
         most = max(other.optimizer for other in ranks if other.pp_rank == held.pp_rank)
-        pairs["optimizer state"] = (estimate.part("optimizer state").bytes, most)
+        pairs["optimizer state"] = (part(estimate, "optimizer state").bytes, most)
         found += [f"{job.name}: {name} {a}, held {b}" for name, (a, b) in pairs.items() if a != b]
     return found
 

@@ -15,7 +15,7 @@ MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_laye
 
 
 def find_hf_config(model: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The ``config.json`` of a ``model`` node with the node's ``override_config`` in it.
+    """The ``config.json`` of a ``model`` node with the node's ``override_config`` in it, also in a ``text_config``.
 
     Looked for in ``hf_config_path``, else in ``path``; a name on the hub is looked up in the local cache.
 
@@ -35,7 +35,10 @@ def find_hf_config(model: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str
         config = read_hf_config(file)
     except ValueError as error:
         return None, str(error)
-    return config | copy.deepcopy(dict(model.get("override_config") or {})), str(file)
+    override = copy.deepcopy(dict(model.get("override_config") or {}))
+    if text_config(config) is not config:
+        config["text_config"] = config["text_config"] | override
+    return config | override, str(file)
 
 
 def read_hf_config(file: Path) -> dict[str, Any]:

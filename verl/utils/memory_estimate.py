@@ -101,13 +101,6 @@ class MemoryEstimate:
         """Bytes in the worst phase."""
         return self.phases[self.worst_phase]
 
-    def part(self, name: str) -> MemoryPart:
-        """The part of that name; KeyError if there is none."""
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise KeyError(name)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         parts = [
