@@ -13,7 +13,7 @@ from verl.trainer.dry_run.command import guilty_argument, read_request
 from verl.trainer.dry_run.render import as_json, as_text, bytes_in_words
 from verl.trainer.dry_run.report import Report, build_report, world_of
 from verl.trainer.ppo.preflight_repair import is_consequence, with_defaults_at
-from verl.utils.config import compose_config, explain_unknown_key
+from verl.utils.config import compose_config, did_you_mean, explain_unknown_key, suggested_keys
 from verl.utils.memory_estimate import Layout, RolloutLoad, estimate_memory
 from verl.utils.model_size import read_model_shape
 
@@ -134,6 +134,8 @@ def test_a_consequence_is_about_the_key_or_one_of_its_name() -> None:
     assert is_consequence(f"{A}.actor.ppo_mini_batch_size=256 is more than data.train_batch_size=8", cause)
     assert is_consequence("critic.ppo_mini_batch_size=256 does not divide", cause)
     assert not is_consequence("data.train_batch_size=8 is not enough", cause)
+    meant = did_you_mean("data.train_batchsize", ["data.train_batch_size", "data.seed"])
+    assert suggested_keys(f"No such key.{meant} Well.") == ["data.train_batch_size"] and suggested_keys("no") == []
     assert not is_consequence("reward.custom_reward_function.path=x does not exist", [f"{A}.model.path=3 must be text"])
 
 

@@ -180,6 +180,11 @@ def did_you_mean(key: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+def suggested_keys(text: str) -> list[str]:
+    """The keys that `did_you_mean` has put into a text."""
+    return re.findall(r" Did you mean ([\w.]+)\?", text)
+
+
 def explain_hydra_error(error: Exception, config_name: str, moved: Mapping[str, str] | None = None) -> str:
     """Say in a sentence what hydra or OmegaConf refused, with the nearest key that exists.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.trainer.ppo import preflight_tables as tables
 from verl.trainer.ppo.preflight_batch import get
-from verl.utils.config import is_of_type
+from verl.utils.config import is_of_type, suggested_keys
 
 __all__ = ["all_positive", "is_consequence", "value_in_words", "with_defaults_at", "with_usable_numbers"]
 
@@ -59,7 +59,7 @@ def is_consequence(error: str, causes: Iterable[str]) -> bool:
     """
     names = re.findall(r"[\w.]*\w", error)
     for cause in causes:
-        suspects = {re.split("[= ]", cause, maxsplit=1)[0]} | set(re.findall(r"Did you mean ([\w.]+)\?", cause))
+        suspects = {re.split("[= ]", cause, maxsplit=1)[0], *suggested_keys(cause)}
         for suspect in suspects:
             leaf = suspect.rpartition(".")[2]
             # A key of another section that follows this one has the same last part.
