@@ -73,7 +73,7 @@ def no_effect_table() -> list[str]:
 
 
 def moved_table() -> list[str]:
-    rows = ["| key, or last part of a key | advice |", "|---|---|"]
+    rows = ["| key, group, or last part of either | advice |", "|---|---|"]
     return rows + [f"| `{key}` | {advice.replace('{parent}', 'GROUP')} |" for key, advice in tables.MOVED.items()]
 
 

@@ -33,7 +33,7 @@ def problems(config: DictConfig, changes: dict) -> list[str]:
 
 RIGHT = [
     {},
-    {"critic.enable": True, "algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 3},
+    {"critic.enable": True, "algorithm.adv_estimator": "grpo", f"{A}.rollout.n": 2, "trainer.critic_warmup": 3},
     {"critic.ppo_mini_batch_size": 8, "critic.optim.lr": 1e-3, "critic.ppo_epochs": 2, "trainer.critic_warmup": 3},
     {"critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 2},
     {"critic.ppo_max_token_len_per_gpu": 512, "critic.megatron.dtype": "float32"},
@@ -45,7 +45,7 @@ RIGHT = [
 def test_right_settings_pass_and_none_is_called_without_effect(
     right: DictConfig, changes: dict, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="verl.trainer.ppo.preflight"):
         assert problems(right, changes) == []
     assert not caplog.records
 
@@ -105,8 +105,9 @@ def test_another_folder_for_the_critic_is_looked_into(right: DictConfig, tmp_pat
 def test_the_keys_of_a_critic_that_is_not_there_are_named_but_not_those_that_follow_the_actor(
     right: DictConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert problems(right, {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0}) == []
+    with caplog.at_level(logging.WARNING, logger="verl.trainer.ppo.preflight"):
+        changes = {"algorithm.adv_estimator": "grpo", "critic.optim.lr": 1.0, "actor_rollout_ref.rollout.n": 2}
+        assert problems(right, changes) == []
     (record,) = caplog.records
     assert record.getMessage() == "without effect here: critic.optim.lr=1.0 (there is no critic)"
 

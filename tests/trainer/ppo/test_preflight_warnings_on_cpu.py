@@ -86,7 +86,7 @@ def test_groups_of_one_and_router_losses_of_a_dense_model_are_said(right, tmp_pa
     tree = to_tree(changed(right, **settings | {f"{A}__model__hf_config_path": None, f"{A}__rollout__n": 2}))
     assert ppo_warnings(tree) == []
     one = changed(right, **{f"{A}__rollout__n": 1, f"{A}__actor__ppo_mini_batch_size": 8, "trainer__save_freq": 999})
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="verl.trainer.ppo.preflight"):
         validate_ppo_config(one, {})
     assert "leaves nothing to compare" in caplog.text and "trainer.save_freq=999 is more than the" in caplog.text
 
