@@ -66,7 +66,7 @@ def test_a_name_on_the_hub_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for given in (None, notes):
         (error,) = check_model_folder("model", model, given)
-        assert "nor a model in the local Hugging Face cache, and HF_HUB_OFFLINE is set" in error
+        assert "neither a folder nor a model in the local Hugging Face cache, and HF_HUB_OFFLINE is set" in error
     assert len(notes) == 1
 
 

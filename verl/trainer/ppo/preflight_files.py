@@ -250,11 +250,12 @@ def _check_hub_name(path: str, model: Mapping[str, Any], folder: Path, notes: li
     """Of a model that is no folder: whether it may be a name on the hub, and what is in the local cache of it."""
     name = str(model["path"])
     if not _is_hub_name(name):
-        return [f"{path}.path={name} is not a folder{_nearest_file(folder)}"]
+        near = _nearest_file(folder)
+        return [f"{path}.path={name} {'does not exist' if near.startswith(' (') else 'is not a folder'}{near}"]
     if find_hf_config({"path": name})[0] is None and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
         return [
-            f"{path}.path={name} is not a folder{_nearest_file(folder)}, nor a model in the local Hugging Face cache, "
-            "and HF_HUB_OFFLINE is set; name the model's folder, or unset HF_HUB_OFFLINE"
+            f"{path}.path={name} is neither a folder nor a model in the local Hugging Face cache, and HF_HUB_OFFLINE "
+            "is set; name the model's folder, or unset HF_HUB_OFFLINE"
         ]
     config, file = find_hf_config(model)
     if config is not None:
