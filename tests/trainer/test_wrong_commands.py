@@ -126,7 +126,7 @@ WRONG = {
     ),
     "layers that do not divide": (
         [f"{A}.actor.megatron.pipeline_model_parallel_size=2", f"{A}.model.path={{files}}/odd"],
-        ["pipeline_model_parallel_size=2", "3 layers", "use 1 or 3"],
+        ["pipeline_model_parallel_size=2", "3 layers", "use 1,"],
     ),
     "unknown field of the transformer": (
         [f"+{A}.actor.megatron.override_transformer_config.moe_z_loss_coef=0.1"],

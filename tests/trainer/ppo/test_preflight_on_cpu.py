@@ -375,7 +375,7 @@ def test_keys_without_effect_are_named_in_one_log_line(right_ppo: DictConfig, ca
         f"{A}.actor.megatron.vanilla_mbridge": True,
         "critic.optim.lr": 1,
     }
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING, logger="verl.trainer.ppo.preflight"):
         assert _problems(right_ppo, {f"{A}.rollout.n": 2}) == []
         assert not caplog.records
         assert _problems(right_ppo, changes | {f"{A}.rollout.n": 2}) == []
