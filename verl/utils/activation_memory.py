@@ -290,7 +290,7 @@ def stage_activations(
     total, more, released = (ceil(each * tokens) for each in (kept, again, last))
     formula = (
         f"{tokens:,} tokens x {_number(kept)} bytes = {total:,} a micro-batch: {'; '.join(words)}; "
-        f"x {_number(flight)} micro-batches in flight"
+        f"x {_number(flight)} micro-batch{'' if flight == 1 else 'es'} in flight"
     )
     if more > released:
         formula += f"; + {more:,} while the largest piece is recomputed"

@@ -53,7 +53,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def one_composition_of_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is logged of keys without effect composes the defaults anew for each configuration."""
     monkeypatch.setattr(preflight, "_critic_no_effect", lambda tree, defaults: {})
-    logging.getLogger("verl.trainer.ppo.preflight").setLevel(logging.ERROR)
+    monkeypatch.setattr(logging.getLogger("verl.trainer.ppo.preflight"), "level", logging.ERROR)
 
 
 def problems(files: Files, kind: str, *changes: str) -> list[str]:

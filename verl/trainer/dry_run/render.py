@@ -129,11 +129,17 @@ def _number(value: int | None) -> str:
     return "?" if value is None else str(value)
 
 
+def _counted(value: int | None, noun: str) -> str:
+    """The number with its noun, in the plural unless it is 1."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{_number(value)} {noun if value == 1 else plural}"
+
+
 def _step_rows(batches: BatchReport) -> list[tuple[str, str]]:
     if batches.items == "prompts":
         n = batches.responses_per_prompt
-        step = f"{batches.items_per_step} prompts (data.train_batch_size) x {n} responses (actor_rollout_ref.rollout.n)"
-        step += f" = {batches.rows_per_step} responses"
+        step = f"{_counted(batches.items_per_step, 'prompt')} (data.train_batch_size) x {_counted(n, 'response')} "
+        step += f"(actor_rollout_ref.rollout.n) = {_counted(batches.rows_per_step, 'response')}"
         rows = [("batch", step)]
         rows += [(updates.name, _ppo_updates(updates, batches)) for updates in batches.updates]
     else:
@@ -148,21 +154,22 @@ def _ppo_updates(updates: Updates, batches: BatchReport) -> str:
     if updates.mini_batches is None:
         count = f"{batches.items_per_step} prompts do not divide into mini-batches of {mini}"
     else:
-        count = f"{batches.items_per_step} / {mini} (ppo_mini_batch_size) = {updates.mini_batches} mini-batches x "
-        count += f"{updates.epochs} (ppo_epochs) = {updates.updates_per_step} updates"
-    rows = f"a mini-batch is {mini} x {n} = {updates.mini_batch_responses} responses"
+        parts = _counted(updates.mini_batches, "mini-batch")
+        count = f"{batches.items_per_step} / {mini} (ppo_mini_batch_size) = {parts} x "
+        count += f"{updates.epochs} (ppo_epochs) = {_counted(updates.updates_per_step, 'update')}"
+    rows = f"a mini-batch is {mini} x {n} = {_counted(updates.mini_batch_responses, 'response')}"
     return f"{count}; {rows}; {_share(updates.micro_batches, batches, updates.mini_batch_responses)}"
 
 
 def _share(part: MicroBatches, batches: BatchReport, rows: int | None = None) -> str:
     """What one data-parallel rank gets, and its micro-batches."""
     total, dp = batches.rows_per_step if rows is None else rows, batches.data_parallel
-    unit = "conversations" if batches.items == "conversations" else "responses"
+    unit = "conversation" if batches.items == "conversations" else "response"
     if dp is None:
         return "what a rank gets is not known, because the ranks do not divide"
     if part.rows is None:
-        return f"{total} {unit} do not divide over {dp} data-parallel ranks"
-    share = f"{total} / {dp} data-parallel ranks = {part.rows} {unit} a rank"
+        return f"{_counted(total, unit)} do not divide over {dp} data-parallel ranks"
+    share = f"{total} / {_counted(dp, 'data-parallel rank')} = {_counted(part.rows, unit)} a rank"
     if part.dynamic:
         return f"{share}, in {_count(part)} by tokens"
     if part.size is None:
@@ -173,8 +180,8 @@ def _share(part: MicroBatches, batches: BatchReport, rows: int | None = None) ->
 def _count(part: MicroBatches) -> str:
     if part.least is None:
         return "? micro-batches"
-    plural = "micro-batch" if part.most == 1 else "micro-batches"
-    return f"{part.least} to {part.most} {plural}" if part.least != part.most else f"{part.most} {plural}"
+    most = _counted(part.most, "micro-batch")
+    return f"{part.least} to {most}" if part.least != part.most else most
 
 
 def _token_rows(batches: BatchReport) -> list[tuple[str, str]]:
@@ -196,9 +203,9 @@ def _budget(part: MicroBatches) -> str:
     words = f"{part.tokens} a rank ({part.budget_key}) x context {factor} = {part.tokens_times_cp} a micro-batch"
     if part.tokens_times_cp < part.longest:
         return f"{words}, less than the longest sequence"
-    words += f": at least {part.tokens_times_cp // part.longest} sequences of the longest kind"
+    words += f": at least {_counted(part.tokens_times_cp // part.longest, 'sequence')} of the longest kind"
     if part.most is not None:
-        words += f", so {part.rows} sequences make {part.most} micro-batch{'es' if part.most > 1 else ''} at most"
+        words += f", so {_counted(part.rows, 'sequence')} make {_counted(part.most, 'micro-batch')} at most"
     return words
 
 
@@ -214,7 +221,7 @@ def _validation(steps: Steps, items: str) -> str:
         return "none (trainer.test_freq is not positive)"
     when = ["before the first step (trainer.val_before_train)"] if steps.validate_first else []
     if steps.validate_every is not None:
-        when.append(f"every {steps.validate_every} steps (trainer.test_freq) and after the last")
+        when.append(f"every {_counted(steps.validate_every, 'step')} (trainer.test_freq) and after the last")
     words = f"{_number(steps.validation_rows)} {items} of data.val_files"
     if items == "prompts":
         words += f" x {steps.validation_samples} (actor_rollout_ref.rollout.val_kwargs.n)"
@@ -224,20 +231,24 @@ def _validation(steps: Steps, items: str) -> str:
 def _checkpoints(steps: Steps) -> str:
     if steps.save_every is None:
         return "none (trainer.save_freq is not positive)"
-    return f"every {steps.save_every} steps (trainer.save_freq) and after the last"
+    return f"every {_counted(steps.save_every, 'step')} (trainer.save_freq) and after the last"
 
 
 def _steps(steps: Steps, items: str) -> str:
     if steps.rows is None:
-        total = "" if steps.total_steps is None else f"; {steps.total_steps} steps in all ({steps.total_key})"
+        total = (
+            "" if steps.total_steps is None else f"; {_counted(steps.total_steps, 'step')} in all ({steps.total_key})"
+        )
         return f"the rows of data.train_files are not known{total}"
     used = "" if steps.rows_used == steps.rows else f", of which {steps.rows_used} (data.train_max_samples) are used"
     words = f"{steps.rows} {items} in data.train_files{used}; / {steps.batch_size} ({steps.batch_key}) = "
-    words += f"{_number(steps.steps_per_epoch)} steps an epoch"
+    words += f"{_counted(steps.steps_per_epoch, 'step')} an epoch"
     if steps.total_key == "trainer.total_epochs":
-        words += f" x {steps.epochs} (trainer.total_epochs) = {_number(steps.total_steps)} steps"
+        words += f" x {steps.epochs} (trainer.total_epochs) = {_counted(steps.total_steps, 'step')}"
     else:
-        words += f"; {_number(steps.total_steps)} steps in all (trainer.total_training_steps)"
+        words += f"; {_counted(steps.total_steps, 'step')} in all (trainer.total_training_steps)"
+    if steps.rows_used and steps.steps_per_epoch and (left := steps.rows_used % steps.batch_size):
+        words += f"; the last {left} of an epoch make no whole batch and are left out"
     if steps.may_shrink:
         words += "; data.filter_overlong_prompts drops prompts that are not counted here, so there may be fewer"
     return words
@@ -248,7 +259,7 @@ def _schedule_name(schedule: Schedule) -> str:
 
 
 def _schedule(schedule: Schedule) -> str:
-    words = f"{schedule.lr:g} ({schedule.key}.lr) after {_number(schedule.warmup_steps)} steps of warm-up, then "
+    words = f"{schedule.lr:g} ({schedule.key}.lr) after {_counted(schedule.warmup_steps, 'step')} of warm-up, then "
     if schedule.style == "constant":
         return words + "constant"
     return words + f"{schedule.style} to {schedule.min_lr:g} at step {_number(schedule.decay_steps)}"
