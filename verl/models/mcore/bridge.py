@@ -325,7 +325,8 @@ def build_modules(
 ) -> list[Any]:
     """The model's pipeline chunks on this rank, wrapped by Megatron, with their weights. A collective call.
 
-    Routers keep their buffers (the experts' bias and the counts that move it) in float32 whatever ``dtype`` is.
+    Routers keep their buffers (the experts' bias, the counts that move it and those of the balancing losses) in float32
+    where ``dtype`` is narrower; a float64 model has them in float64.
 
     Args:
         provider: from :func:`build_provider`.
@@ -337,7 +338,7 @@ def build_modules(
 
     def cast_and_load(chunks: list[Any]) -> list[Any]:
         for chunk in chunks:
-            with _router_buffers_kept(chunk):
+            with _router_buffers_kept(chunk) if dtype.itemsize < 4 else contextlib.nullcontext():
                 chunk.to(dtype)
         load(chunks)
         return chunks
