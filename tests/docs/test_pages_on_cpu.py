@@ -119,7 +119,9 @@ def test_defaults_that_differ_are_those_of_the_tree():
 
 
 def test_the_imports_on_the_page_work():
-    exec(re.search(r"```python\n(.*?)```", PAGES["migration"], re.DOTALL)[1], {})
+    block, found = re.search(r"```python\n(.*?)```", PAGES["migration"], re.DOTALL)[1], {}
+    exec(block, found)
+    assert {"DataProto", "RayPPOTrainer"} <= set(found)
 
 
 def test_the_script_that_is_moved_over_ends_as_the_page_says(tmp_path, caplog):

@@ -118,8 +118,9 @@ def test_the_keys_of_verls_ppo_scripts_compose_and_pass_the_checks(files: Files)
 
 
 def test_the_keys_of_verls_sft_scripts_compose_and_pass_the_checks(files: Files) -> None:
-    config = compose_config("sft_trainer_engine", _arguments("sft_surface_keys.txt", files))
-    validate_sft_config(config, env={"WORLD_SIZE": "8", "RANK": "0"})
+    arguments = _arguments("sft_surface_keys.txt", files)
+    assert len(arguments) > 30
+    validate_sft_config(compose_config("sft_trainer_engine", arguments), env={"WORLD_SIZE": "8", "RANK": "0"})
 
 
 def test_accepted_keys_are_frozen() -> None:
